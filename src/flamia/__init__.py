@@ -1,0 +1,46 @@
+"""flamia: 8- and 4-bit attention that trains, sees no future, and loses nothing of the sum.
+
+    out = flamia.attention(q, k, v, causal=True)                        # (batch, tokens, heads, dim)
+    out = flamia.attention_varlen(q, k, v, cu_seqlens, causal=True)     # (total, heads, dim), packed documents
+    report = flamia.audit(fn)                                           # does an attention, anyone's, see the future?
+
+`flamia.audit` is both the function and the package it lives in (`from flamia.audit import ...`); it is loaded when
+first named, so that attention alone does not pay for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from flamia.api import attention, attention_varlen, flash_attn_func, flash_attn_varlen_func
+from flamia.ops import BACKENDS, SAVE_OPS
+from flamia.recipe import Recipe
+from flamia.validation import UnsupportedError
+
+if TYPE_CHECKING:
+    from flamia import audit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BACKENDS",
+    "SAVE_OPS",
+    "Recipe",
+    "UnsupportedError",
+    "attention",
+    "attention_varlen",
+    "audit",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "audit":
+        return importlib.import_module("flamia.audit")
+    raise AttributeError(f"module 'flamia' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "audit"])

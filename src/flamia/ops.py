@@ -1,0 +1,220 @@
+"""The two operators through which everything passes, `flamia::attention_forward` and `flamia::attention_backward`.
+
+Why operators, and not an autograd.Function around kernels:
+
+* `torch.compile` sees one opaque call with a shape rule (`register_fake`) and keeps its graph whole from the first
+  call on, since importing this module loads torch and nothing else. Backends are modules looked up by name when an
+  operator *runs*; none is loaded to trace one.
+* Selective activation checkpointing knows operators by name: `SAVE_OPS` is the list to save.
+* The backward is an operator too, so a compiled or checkpointed backward stays the same one call.
+
+Both are functional: they read their arguments, write nothing of the caller's, and return new contiguous tensors. The
+schema has tensors, ints, floats and strings only. A recipe crosses as `str(recipe)`, an open side of a window as -1, a
+backend by its name, and documents as their offsets. `offsets` says what may be assumed of those: "trusted" (this
+library made them), "checked" (read and checked here; a wait on a device), "clamped" (made harmless without reading).
+
+Backends answer two calls (see `reference`): forward(q, k, v, documents, recipe, scale) -> (o, lse, residual) and
+backward(do, dlse, q, k, v, o, lse, residual, documents, recipe, scale) -> (dq, dk, dv). One that can leave gradients
+out also takes the keyword `wanted`, three bools; what it returns for the others is not looked at. Backends get
+contiguous tensors, whatever the caller's strides were: views and expanded gradients give the bits of their contiguous
+copies. They run outside any autocast region, which would otherwise reach into the reference's own matrix products.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from flamia import validation
+from flamia.packing import Documents
+from flamia.recipe import Recipe
+from flamia.validation import OPEN, UnsupportedError
+
+BACKENDS = {"reference": "flamia.reference", "hopper": "flamia.hopper"}
+
+
+# --------------------------------------------------------------------------------------------------------- backends
+
+
+def check_backend(name: str) -> None:
+    """Known names only; whether it can run here is decided by the call that runs."""
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {sorted(BACKENDS)}, got {name!r}")
+
+
+def _choose(name: str, q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, window: tuple[int, int]) -> ModuleType:
+    """The backend module for this call. There is no second choice: what cannot run raises, and says how to ask."""
+    check_backend(name)
+    if name == "reference" or (name == "auto" and q.device.type == "cpu"):
+        return importlib.import_module(BACKENDS["reference"])
+    reason: str | None = f"no kernel runs on {q.device.type} tensors"
+    if q.device.type == "cuda":
+        kernels, reason = _load_hopper()
+        if kernels is not None:
+            reason = kernels.supports(q, k, v, recipe, window)
+            if reason is None:
+                return kernels
+    raise UnsupportedError(
+        f"backend={name!r}: {reason}. The call was q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, "
+        f"{q.dtype}, recipe {str(recipe)!r}, window {window}. To run the slow exact twin instead, ask for it: backend='reference'"
+    )
+
+
+def _load_hopper() -> tuple[ModuleType | None, str | None]:
+    try:
+        return importlib.import_module(BACKENDS["hopper"]), None
+    except ModuleNotFoundError as error:  # flamia.hopper itself, or Triton, on a machine set up for the CPU
+        return None, f"its kernels cannot be loaded, since the module {error.name!r} is missing"
+
+
+@functools.cache
+def _leaves_out(backward: Callable) -> bool:
+    return "wanted" in inspect.signature(backward).parameters
+
+
+def _documents(
+    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, window: tuple[int, int], offsets: str, longest: tuple[int, int]
+) -> Documents:
+    if offsets == "checked":
+        for name, cu, rows, most in (
+            ("cu_seqlens (cu_seqlens_q)", cu_q, q.shape[0], longest[0]),
+            ("cu_seqlens_k", cu_k, k.shape[0], longest[1]),
+        ):
+            validation.check_offset_values(name, cu, rows, None if most < 0 else most)
+    elif offsets == "clamped":
+        cu_q, cu_k = validation.clamp_offsets(cu_q, q.shape[0]), validation.clamp_offsets(cu_k, k.shape[0])
+    elif offsets != "trusted":
+        raise ValueError(f"offsets must be 'checked', 'clamped' or 'trusted', got {offsets!r}")
+    left, right = (None if side == OPEN else side for side in window)
+    return Documents(cu_q, cu_k, left, right)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager:
+    return torch.autocast(x.device.type, enabled=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- forward
+
+
+@torch.library.custom_op("flamia::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    left: int,
+    right: int,
+    scale: float,
+    recipe: str,
+    backend: str,
+    offsets: str,
+    max_q: int,
+    max_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv), offsets int32 -> o (Tq, Hq, Dv), lse (Hq, Tq) float32, residual.
+
+    The residual is what BF16 took from O, in O's shape, for recipes with delta="compensated"; else it is empty.
+    `max_q` and `max_k` bound the lengths where offsets are checked; -1 is no bound.
+    """
+    parsed = validation.parse_recipe(recipe)
+    room = _choose(backend, q, k, v, parsed, (left, right))
+    documents = _documents(q, k, cu_q, cu_k, (left, right), offsets, (max_q, max_k))
+    with _no_autocast(q):
+        results = room.forward(q.contiguous(), k.contiguous(), v.contiguous(), documents, parsed, scale)
+    o, lse, residual = (x.contiguous() for x in results)
+    return o, lse, residual
+
+
+@attention_forward.register_fake
+def _(q, k, v, cu_q, cu_k, left, right, scale, recipe, backend, offsets, max_q, max_k):
+    o = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return o, lse, torch.empty_like(o) if validation.parse_recipe(recipe).delta == "compensated" else o.new_empty((0,))
+
+
+# --------------------------------------------------------------------------------------------------------- backward
+
+
+@torch.library.custom_op("flamia::attention_backward", mutates_args=())
+def attention_backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    residual: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    left: int,
+    right: int,
+    scale: float,
+    recipe: str,
+    backend: str,
+    offsets: str,
+    want_dq: bool,
+    want_dk: bool,
+    want_dv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """do like o, dlse like lse (None: zero) -> dq, dk, dv like q, k, v, contiguous. One not wanted comes back empty."""
+    parsed = validation.parse_recipe(recipe)
+    room = _choose(backend, q, k, v, parsed, (left, right))
+    documents = _documents(q, k, cu_q, cu_k, (left, right), offsets, (-1, -1))
+    do = torch.zeros_like(o) if do is None else do.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    dense = [x.contiguous() for x in (q, k, v, o, lse, residual)]
+    wanted = (want_dq, want_dk, want_dv)
+    choice = {"wanted": wanted} if _leaves_out(room.backward) else {}
+    with _no_autocast(q):
+        gradients = room.backward(do, dlse, *dense, documents, parsed, scale, **choice)
+    dq, dk, dv = (g.contiguous() if want else q.new_empty((0,)) for g, want in zip(gradients, wanted))
+    return dq, dk, dv
+
+
+@attention_backward.register_fake
+def _(do, dlse, q, k, v, o, lse, residual, cu_q, cu_k, left, right, scale, recipe, backend, offsets,
+      want_dq, want_dk, want_dv):  # fmt: skip
+    wanted = ((q, want_dq), (k, want_dk), (v, want_dv))
+    dq, dk, dv = (x.new_empty(x.shape if want else (0,)) for x, want in wanted)
+    return dq, dk, dv
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, cu_q, cu_k, *options, _, _ = inputs
+    o, lse, residual = output
+    ctx.save_for_backward(q, k, v, o, lse, residual, cu_q, cu_k)
+    ctx.options = options
+    ctx.mark_non_differentiable(residual)
+    ctx.set_materialize_grads(False)  # an output that no loss reads has the gradient None: nothing is computed for it
+
+
+def _differentiate(ctx, do, dlse, _):
+    nothing = (None,) * (2 + len(ctx.options) + 2)
+    wanted = ctx.needs_input_grad[:3]
+    if (do is None and dlse is None) or not any(wanted):
+        return (None, None, None, *nothing)
+    gradients = attention_backward(do, dlse, *ctx.saved_tensors, *ctx.options, *wanted)
+    return (*(g if want else None for g, want in zip(gradients, wanted)), *nothing)
+
+
+def _differentiate_twice(ctx, *_):
+    raise UnsupportedError("attention has no second derivative here: drop create_graph=True")
+
+
+attention_forward.register_autograd(_differentiate, setup_context=_save)
+attention_backward.register_autograd(_differentiate_twice)
+
+# For selective activation checkpointing: torch.utils.checkpoint.create_selective_checkpoint_contexts(SAVE_OPS).
+SAVE_OPS = [torch.ops.flamia.attention_forward.default]
