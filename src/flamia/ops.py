@@ -63,7 +63,8 @@ def _choose(name: str, q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, window: 
                 return kernels
     raise UnsupportedError(
         f"backend={name!r}: {reason}. The call was q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, "
-        f"{q.dtype}, recipe {str(recipe)!r}, window {window}. To run the slow exact twin instead, ask for it: backend='reference'"
+        f"{q.dtype}, recipe {str(recipe)!r}, window {window}. To run the slow readable twin instead, ask for it: "
+        f"backend='reference'"
     )
 
 
@@ -103,8 +104,17 @@ def _no_autocast(x: Tensor) -> AbstractContextManager:
 # ---------------------------------------------------------------------------------------------------------- forward
 
 
-@torch.library.custom_op("flamia::attention_forward", mutates_args=())
-def attention_forward(
+torch.library.define(
+    "flamia::attention_forward",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, SymInt left, SymInt right, float scale, str recipe, "
+    "str backend, str offsets, SymInt max_q, SymInt max_k) -> (Tensor o, Tensor lse, Tensor residual)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+attention_forward = torch.ops.flamia.attention_forward.default
+
+
+@torch.library.impl("flamia::attention_forward", "default")
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -128,12 +138,12 @@ def attention_forward(
     room = _choose(backend, q, k, v, parsed, (left, right))
     documents = _documents(q, k, cu_q, cu_k, (left, right), offsets, (max_q, max_k))
     with _no_autocast(q):
-        results = room.forward(q.contiguous(), k.contiguous(), v.contiguous(), documents, parsed, scale)
-    o, lse, residual = (x.contiguous() for x in results)
-    return o, lse, residual
+        o, lse, residual = room.forward(q.contiguous(), k.contiguous(), v.contiguous(), documents, parsed, scale)
+    # a recipe without rounding answers in float64; the operator's dtypes do not depend on the recipe
+    return o.to(q.dtype).contiguous(), lse.to(torch.float32).contiguous(), residual.to(q.dtype).contiguous()
 
 
-@attention_forward.register_fake
+@torch.library.register_fake("flamia::attention_forward")
 def _(q, k, v, cu_q, cu_k, left, right, scale, recipe, backend, offsets, max_q, max_k):
     o = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
@@ -143,8 +153,18 @@ def _(q, k, v, cu_q, cu_k, left, right, scale, recipe, backend, offsets, max_q, 
 # --------------------------------------------------------------------------------------------------------- backward
 
 
-@torch.library.custom_op("flamia::attention_backward", mutates_args=())
-def attention_backward(
+torch.library.define(
+    "flamia::attention_backward",
+    "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor residual, Tensor cu_q, "
+    "Tensor cu_k, SymInt left, SymInt right, float scale, str recipe, str backend, str offsets, bool want_dq, "
+    "bool want_dk, bool want_dv) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+attention_backward = torch.ops.flamia.attention_backward.default
+
+
+@torch.library.impl("flamia::attention_backward", "default")
+def _backward(
     do: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -176,11 +196,11 @@ def attention_backward(
     choice = {"wanted": wanted} if _leaves_out(room.backward) else {}
     with _no_autocast(q):
         gradients = room.backward(do, dlse, *dense, documents, parsed, scale, **choice)
-    dq, dk, dv = (g.contiguous() if want else q.new_empty((0,)) for g, want in zip(gradients, wanted))
+    dq, dk, dv = (g.to(q.dtype).contiguous() if want else q.new_empty((0,)) for g, want in zip(gradients, wanted))
     return dq, dk, dv
 
 
-@attention_backward.register_fake
+@torch.library.register_fake("flamia::attention_backward")
 def _(do, dlse, q, k, v, o, lse, residual, cu_q, cu_k, left, right, scale, recipe, backend, offsets,
       want_dq, want_dk, want_dv):  # fmt: skip
     wanted = ((q, want_dq), (k, want_dk), (v, want_dv))
@@ -213,8 +233,8 @@ def _differentiate_twice(ctx, *_):
     raise UnsupportedError("attention has no second derivative here: drop create_graph=True")
 
 
-attention_forward.register_autograd(_differentiate, setup_context=_save)
-attention_backward.register_autograd(_differentiate_twice)
+torch.library.register_autograd("flamia::attention_forward", _differentiate, setup_context=_save)
+torch.library.register_autograd("flamia::attention_backward", _differentiate_twice)
 
 # For selective activation checkpointing: torch.utils.checkpoint.create_selective_checkpoint_contexts(SAVE_OPS).
-SAVE_OPS = [torch.ops.flamia.attention_forward.default]
+SAVE_OPS = [attention_forward]

@@ -208,39 +208,30 @@ def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
 def recipe_text(recipe: Recipe | str | None) -> str:
     """The string under which a recipe crosses the operator's schema. None: the default, `Recipe.strict()`.
 
-    While `torch.compile` traces, the recipe goes in field by field: these are constants that it guards by value, and a
-    recipe made inside the traced function has no object yet, only fields.
+    While `torch.compile` traces, every field is spelled out in place of `str(recipe)`: its fields are constants that
+    are guarded by value, and a recipe made inside the traced function has no object yet that could be asked.
     """
     if recipe is None:
         return _DEFAULT
     if isinstance(recipe, str):
-        return _text_of_text(recipe)
+        return recipe if torch.compiler.is_compiling() else _text(parse_recipe(recipe))
     if not isinstance(recipe, Recipe):
         raise ValueError(
             f"recipe must be a flamia.Recipe, its string (such as 'mxfp8/strict') or None, got {type(recipe).__name__}"
         )
     if torch.compiler.is_compiling():
-        return _text_of_fields(*[getattr(recipe, name) for name in _FIELDS])
-    return _text_of_recipe(recipe)
+        options = [f",{name}={getattr(recipe, name)}" for name in _OPTIONS]
+        return f"{recipe.route}/{recipe.safety}" + "".join(options + [f",{name}={cell}" for name, cell in recipe.cells])
+    return _text(recipe)
 
 
 _DEFAULT = str(Recipe.strict())
-_FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
+_OPTIONS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("route", "safety", "cells"))
 
 
 @functools.lru_cache(maxsize=64)
-def _text_of_recipe(recipe: Recipe) -> str:
+def _text(recipe: Recipe) -> str:
     return str(recipe)
-
-
-@torch.compiler.assume_constant_result
-def _text_of_text(text: str) -> str:
-    return _text_of_recipe(parse_recipe(text))
-
-
-@torch.compiler.assume_constant_result
-def _text_of_fields(*values: object) -> str:
-    return str(Recipe(*values))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=64)
