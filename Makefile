@@ -1,0 +1,35 @@
+# make demo   a fresh machine: install, audit every preset, train three small models, write out/report.html
+# make test   everything that needs no GPU        make gpu-test, make bench   on a card
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install demo test lint gpu-test bench clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python scripts/install.py
+	touch $@
+
+demo: install
+	$(BIN)/flamia demo --out out
+
+test: install lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+lint: install
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+bench:
+	PYTHONPATH=src $(PYTHON) -m flamia bench
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,349 @@
+"""Recipes: which format and which scale each operand of each product has.
+
+Attention that trains is six matrix products (names as in docs/contract.md; U is the gradient of the logits):
+
+    forward    S = Q K^T    O = P V
+    backward   E = G V^T    dV = P^T G    dQ = U K    dK = U^T Q
+
+and so twelve operands. A *cell* says what one of them reads, "format:geometry": the format of its codes, and the region
+that shares one scale. A region is two things at once: a numerical approximation, and a dependency boundary, because a
+scale is computed from everything inside it. A region that reaches past what a query may see carries the future into the
+past, and no causal mask stops it. That is why a recipe has two tables: `full` for pairs of blocks in which every query
+sees every key (no region of theirs can straddle a frontier), and `frontier` for all the others.
+
+    safety   full pairs                 frontier pairs                  promises
+    strict   low bits                   16 bits                         everything, masks included
+    fold     low bits, rows local       per-token codes, scales folded  the future and other documents are invisible
+    fast     low bits, coarse regions   the same                        other documents are invisible; the future is not
+
+A recipe is a frozen value: hashable, comparable, and it survives the trip through a string, which is how it crosses an
+operator's schema: `str(recipe)` is "route/safety" and then whatever departs from that preset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+ROUTES = ("mxfp8", "nvfp4_fp8", "nvfp4", "mxfp8_scores", "bf16")
+SAFETIES = ("strict", "fold", "fast")
+UNIFORM_ROUTES = ("mxfp8_scores", "bf16")  # token-local scales, 16-bit sums over tokens: nothing to leak, one table
+
+TENSOR_FORMATS = ("bf16", "e4m3", "e2m1", "nvfp4")
+TENSOR_GEOMETRIES = ("none", "block", "token", "feature16", "feature32", "stripe16", "stripe32", "tensor")
+WEIGHT_GEOMETRIES = ("none", "boost", "relative", "masked", "row", "column", "square", "keys16", "queries16")
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the twelve operands read. `s_q` is Q in the product S, `dq_k` is K in dQ, and so on; "bf16" stands for the
+    16-bit format of the call, which is float16 when the inputs are.
+
+    Tensors: block (32 tokens x all features), token, feature16/32 (of one token), stripe16/32 (tokens of one feature),
+    tensor (the whole call), none. Weights P and U: boost (a constant power of two), relative (the constant, relative to
+    the companion's largest exponent so far), masked (the same per row and 32 visible keys), row (one query x a key
+    block), column (one key x a query block), square (32 x 32), keys16, queries16, none.
+    """
+
+    s_q: str = "bf16:none"
+    s_k: str = "bf16:none"
+    o_p: str = "bf16:none"
+    o_v: str = "bf16:none"
+    e_g: str = "bf16:none"
+    e_v: str = "bf16:none"
+    dv_p: str = "bf16:none"
+    dv_g: str = "bf16:none"
+    dq_u: str = "bf16:none"
+    dq_k: str = "bf16:none"
+    dk_u: str = "bf16:none"
+    dk_q: str = "bf16:none"
+
+
+WEIGHTS = ("o_p", "dv_p", "dq_u", "dk_u")
+CELLS = tuple(f.name for f in dataclasses.fields(Operands))
+_CHOICES = {
+    "route": ROUTES,
+    "safety": SAFETIES,
+    "scale_rule": ("ceil", "floor"),
+    "u_range": ("block", "running"),
+    "dv_scale": ("column", "boost"),
+    "dq_accumulator": ("fp32", "fp16_sequence", "fp16_causal"),
+    "delta": ("output", "compensated", "centered"),
+    "e_format": ("e4m3", "bf16"),
+    "exp2": ("exact", "polynomial", "mitchell", "schraudolph"),
+    "normalizer": ("unrounded", "rounded"),
+    "center_k": ("none", "document", "call"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How attention rounds. Use the presets `Recipe.strict()`, `.fold()`, `.fast()`, `.bf16()` and change options there.
+
+    route: what has low bits. "mxfp8": E4M3 everywhere. "nvfp4_fp8": 4-bit scores, E4M3 elsewhere. "nvfp4": 4 bits
+        everywhere (experimental). "mxfp8_scores": E4M3 where the sum is over features, 16 bits where it is over tokens.
+        "bf16": 16 bits throughout.
+    safety: see the module's table.
+    frontier_block: positions in a block, a multiple of 32; also the keys in one step of the online softmax.
+    scale_rule: "ceil" never clips; "floor" is the OCP rule, a control.
+    rotate: multiply Q and K by a Hadamard matrix before encoding (head size a power of two).
+    lag: how far, in powers of two, a row's reference may lag its maximum; boost: powers of two on P before rounding.
+    u_range: U's scale covers one "block", or is the largest so far ("running").
+    dv_scale: P of dV has a scale per "column", or a constant "boost" of 2^8 (strict only).
+    dq_accumulator: "fp32", or FP16 partial sums with a boost per row from the document ("fp16_sequence") or from the
+        tokens up to the row ("fp16_causal").
+    delta: D from the saved "output", with its BF16 remainder ("compensated"), or from P and E themselves ("centered").
+    e_format: "bf16" gives E of `mxfp8_scores` 16 bits; O then reads V as given too.
+    exp2: "exact", or an approximation, used in the forward and the backward alike.
+    normalizer: whether the softmax sum counts weights before or after rounding.
+    center_k: subtract K's mean over the document or call from the scores' K (a control: a statistic that leaks).
+    rounding: False switches every rounding off, for tests.
+    cells: departures from the route's tables, e.g. (("o_v", "e4m3:stripe32"), ("frontier.o_v", "bf16:none")).
+    """
+
+    route: str = "mxfp8"
+    safety: str = "strict"
+    frontier_block: int = 128
+    scale_rule: str = "ceil"
+    rotate: bool = False
+    lag: int = 2
+    boost: int = 6
+    u_range: str = "block"
+    dv_scale: str = "column"
+    dq_accumulator: str = "fp32"
+    delta: str = "output"
+    e_format: str = "e4m3"
+    exp2: str = "exact"
+    normalizer: str = "unrounded"
+    center_k: str = "none"
+    rounding: bool = True
+    cells: tuple[tuple[str, str], ...] = field(default=())
+
+    @classmethod
+    def strict(cls, route: str = "mxfp8", **options) -> Recipe:
+        """The library's default: no query depends on anything it cannot see, bit for bit."""
+        return _preset(route, "strict", options)
+
+    @classmethod
+    def fold(cls, route: str = "mxfp8", **options) -> Recipe:
+        """FLAMIA's exact options: per-token codes where a group straddles the diagonal. Causal isolation only."""
+        return _preset(route, "fold", options)
+
+    @classmethod
+    def fast(cls, route: str = "mxfp8", **options) -> Recipe:
+        """FLAMIA's default. Leaks the future inside groups of 32 tokens: for comparison, and as a control."""
+        return _preset(route, "fast", options)
+
+    @classmethod
+    def bf16(cls, **options) -> Recipe:
+        """16-bit attention, blocked as the others are."""
+        return _preset("bf16", "strict", options)
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """The recipe that `str()` wrote: "route/safety[,option=value]..."; cells are options too ("o_v=e4m3:token")."""
+        head, *options = [part.strip() for part in text.split(",")]
+        route, slash, safety = head.partition("/")
+        types = {f.name: f.type for f in dataclasses.fields(cls)}
+        values: dict = {}
+        cells = []
+        for option in options:
+            name, equals, value = option.partition("=")
+            if not equals:
+                raise ValueError(f"recipe {text!r}: {option!r} is not option=value")
+            if name.removeprefix("frontier.") in CELLS:
+                cells.append((name, value))
+            elif name not in types or name in ("route", "safety", "cells"):
+                raise ValueError(f"recipe {text!r}: no option {name!r}; there are {', '.join(_option_names())}")
+            elif types[name] == "bool":
+                values[name] = _parse_bool(name, value)
+            elif types[name] == "int":
+                values[name] = int(value)
+            else:
+                values[name] = value
+        if cells:
+            values["cells"] = tuple(cells)
+        return _preset(route, safety if slash else "strict", values)
+
+    def __str__(self) -> str:
+        preset = _preset(self.route, self.safety, {})
+        parts = [f"{self.route}/{self.safety}"]
+        for name in _option_names():
+            if getattr(self, name) != getattr(preset, name):
+                parts.append(f"{name}={getattr(self, name)}")
+        return ",".join(parts + [f"{name}={cell}" for name, cell in self.cells])
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
+        if self.frontier_block < 32 or self.frontier_block % 32:
+            raise ValueError(f"frontier_block={self.frontier_block}: it must be a positive multiple of 32, the group size")
+        if self.lag < 0:
+            raise ValueError(f"lag={self.lag}: a reference cannot lead the row maximum; use 0 or more")
+        for name, cell in self.cells:
+            _check_cell(name, cell)
+        used = {cell for table in (self.full, self.frontier) for cell in dataclasses.astuple(table)}
+        low = {cell.split(":")[0] for cell in used} - {"bf16"}
+        p_formats = {table.o_p.split(":")[0] for table in (self.full, self.frontier)}
+        if "e4m3" in p_formats and 2.0 ** (self.lag + self.boost) > 448:
+            raise ValueError(
+                f"lag={self.lag}, boost={self.boost}: weights reach 2^{self.lag + self.boost} and E4M3 ends at 448, so the "
+                f"largest would clip; lag + boost may be at most 8"
+            )
+        if self.scale_rule == "floor" and low & {"e2m1", "nvfp4"}:
+            raise ValueError("scale_rule='floor' clips a quarter of E2M1's range: FP4 formats take 'ceil' only")
+        if self.rotate and not any(cell.split(":")[0] != "bf16" for cell in (self.full.s_q, self.full.s_k)):
+            raise ValueError(f"rotate=True: the scores of route {self.route!r} have 16 bits; there is nothing to rotate for")
+        if self.e_format != "e4m3" and self.route != "mxfp8_scores":
+            raise ValueError(f"e_format={self.e_format!r} is an option of route 'mxfp8_scores', not of {self.route!r}")
+        if self.safety == "strict" and self.dq_accumulator != "fp32":
+            raise ValueError(
+                f"dq_accumulator={self.dq_accumulator!r}: its boost reads tokens that a window hides; 'strict' takes 'fp32'"
+            )
+        if self.u_range != "block" and not {self.full.dq_u, self.full.dk_u} & {"e4m3:row", "e4m3:column"}:
+            raise ValueError(f"u_range={self.u_range!r}: {self.route}/{self.safety} has no row or column scales on U")
+        if self.dv_scale != "column" and not (self.safety == "strict" and self.full.dv_p == "e4m3:relative"):
+            raise ValueError(f"dv_scale={self.dv_scale!r} is an option of strict E4M3 routes, not of {self.route}/{self.safety}")
+
+    @property
+    def full(self) -> Operands:
+        """Operands of pairs of blocks in which every query sees every key."""
+        return _tables(self)[0]
+
+    @property
+    def frontier(self) -> Operands:
+        """Operands of all other pairs. Equal to `full` where a recipe makes no difference."""
+        return _tables(self)[1]
+
+    @property
+    def splits(self) -> str:
+        """Which frontiers matter: "both" sides of the mask (strict), "right" (fold), or "none"."""
+        if self.full == self.frontier:
+            return "none"
+        return {"strict": "both", "fold": "right", "fast": "none"}[self.safety]
+
+    @property
+    def claims(self) -> frozenset[str]:
+        """The contracts that this recipe promises, bit for bit (docs/contract.md)."""
+        used = {cell for table in (self.full, self.frontier) for cell in dataclasses.astuple(table)}
+        if self.center_k == "call" or any(cell.endswith(":tensor") for cell in used):
+            return frozenset({"repeat"})
+        local = frozenset({"document", "offset", "repeat"})
+        causal = local | {"prefix", "truncate"}
+        if self.center_k != "none":
+            return local
+        if self.cells:  # a departure may leak: promise what holds whatever the cells are
+            return local
+        if self.route in UNIFORM_ROUTES and self.dq_accumulator == "fp32":
+            return causal | {"mask"}
+        return {"strict": causal | {"mask"}, "fold": causal, "fast": local}[self.safety]
+
+
+def _parse_bool(name: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError(f"{name}={value!r}: allowed are True and False")
+    return value == "True"
+
+
+def _option_names() -> list[str]:
+    return [f.name for f in dataclasses.fields(Recipe) if f.name not in ("route", "safety", "cells")]
+
+
+def _check_cell(name: str, cell: str) -> None:
+    bare = name.removeprefix("frontier.")
+    if bare not in CELLS:
+        raise ValueError(f"cell {name!r}: there are {', '.join(CELLS)}, each also with 'frontier.' in front")
+    fmt, _, geometry = cell.partition(":")
+    geometries = WEIGHT_GEOMETRIES if bare in WEIGHTS else TENSOR_GEOMETRIES
+    if fmt not in TENSOR_FORMATS or geometry not in geometries:
+        raise ValueError(f"{name}={cell!r}: formats are {', '.join(TENSOR_FORMATS)}; geometries are {', '.join(geometries)}")
+    sixteen = ("keys16", "queries16") if bare in WEIGHTS else ("feature16", "stripe16")
+    if (fmt == "bf16") != (geometry == "none") or (fmt == "nvfp4") != (geometry in sixteen):
+        raise ValueError(f"{name}={cell!r}: bf16 goes with 'none' alone, nvfp4 with {' and '.join(sixteen)} alone")
+
+
+def _preset(route: str, safety: str, options: dict) -> Recipe:
+    defaults: dict = {}
+    if route in UNIFORM_ROUTES:
+        defaults = {"lag": 0, "boost": 0}  # 16-bit weights need neither
+    elif safety == "fast":
+        defaults = {"dq_accumulator": "fp16_sequence"}
+    elif safety == "fold":
+        defaults = {"dq_accumulator": "fp16_causal"}
+    return Recipe(**{"route": route, "safety": safety, **defaults, **options})
+
+
+@lru_cache(maxsize=None)
+def _tables(recipe: Recipe) -> tuple[Operands, Operands]:
+    full, frontier = _route_tables(recipe)
+    changes = {name: cell for name, cell in recipe.cells if not name.startswith("frontier.")}
+    frontier_changes = {name.removeprefix("frontier."): cell for name, cell in recipe.cells if name.startswith("frontier.")}
+    same = full == frontier
+    full = dataclasses.replace(full, **changes)
+    frontier = full if same else frontier
+    return full, dataclasses.replace(frontier, **frontier_changes)
+
+
+def _route_tables(recipe: Recipe) -> tuple[Operands, Operands]:
+    """The tables of the route and safety, before `cells` change them."""
+    route, safety = recipe.route, recipe.safety
+    if route == "bf16":
+        return Operands(), Operands()
+    if route == "mxfp8_scores":
+        token = "e4m3:token"
+        if recipe.e_format == "bf16":
+            table = Operands(s_q=token, s_k=token)
+        else:
+            table = Operands(s_q=token, s_k=token, o_v=token, e_g=token, e_v=token, dv_g=token)
+        return table, table
+    if route == "nvfp4":
+        feature, stripe = "nvfp4:feature16", "nvfp4:stripe16"
+        keys, queries = "nvfp4:keys16", "nvfp4:queries16"
+        full = Operands(s_q=feature, s_k=feature, o_p=keys, o_v=stripe, e_g=feature, e_v=feature, dv_p=queries, dv_g=stripe,
+                        dq_u=keys, dq_k=stripe, dk_u=queries, dk_q=stripe)  # fmt: skip
+        fold = dataclasses.replace(full, o_v="e2m1:token", dq_k="e2m1:token")
+        strict = Operands(e_g=feature, dv_g=feature)  # of its two views of G, the one that D and E read
+        return full, {"strict": strict, "fold": fold, "fast": full}[safety]
+
+    q = k = "e4m3:block"  # where a code serves two reductions
+    if safety == "fast":
+        full = frontier = Operands(
+            s_q=q, s_k=k, o_p="e4m3:boost", o_v="e4m3:block", e_g="e4m3:block", e_v="e4m3:block", dv_p="e4m3:boost",
+            dv_g="e4m3:block", dq_u="e4m3:square", dq_k=k, dk_u="e4m3:square", dk_q=q)  # fmt: skip
+    elif safety == "fold":
+        full = Operands(
+            s_q="e4m3:token", s_k="e4m3:token", o_p="e4m3:boost", o_v="e4m3:block", e_g="e4m3:token", e_v="e4m3:block",
+            dv_p="e4m3:relative", dv_g="e4m3:token", dq_u="e4m3:row", dq_k=k, dk_u="e4m3:row", dk_q="e4m3:token")  # fmt: skip
+        frontier = dataclasses.replace(full, o_p="e4m3:masked", o_v="e4m3:token", e_v="e4m3:token", dq_k="e4m3:token")
+    else:
+        dv_p = "e4m3:column" if recipe.dv_scale == "column" else "e4m3:relative"
+        full = Operands(
+            s_q="e4m3:token", s_k=k, o_p="e4m3:relative", o_v="e4m3:block", e_g="e4m3:token", e_v="e4m3:block", dv_p=dv_p,
+            dv_g="e4m3:token", dq_u="e4m3:row", dq_k=k, dk_u="e4m3:column", dk_q="e4m3:token")  # fmt: skip
+        frontier = Operands(e_g="e4m3:token", dv_g="e4m3:token")
+    if route == "nvfp4_fp8":
+        scores = {"s_q": "nvfp4:feature16", "s_k": "nvfp4:feature16"}
+        full = dataclasses.replace(full, **scores)
+        frontier = frontier if safety == "strict" else dataclasses.replace(frontier, **scores)
+    return full, frontier
+
+
+_TENSOR = "e4m3:tensor"
+CONTROLS: dict[str, Recipe] = {
+    "current_scaling": Recipe.fast(
+        dq_accumulator="fp32",
+        cells=tuple((name, _TENSOR) for name in ("s_q", "s_k", "o_v", "e_g", "e_v", "dv_g", "dq_k", "dk_q")),
+    ),
+    "v_stripes_floor": Recipe.fast(
+        dq_accumulator="fp32",
+        scale_rule="floor",
+        cells=(("s_q", "e4m3:feature32"), ("s_k", "e4m3:feature32"), ("o_v", "e4m3:stripe32"), ("e_g", "e4m3:feature32"),
+               ("e_v", "e4m3:feature32"), ("dv_g", "e4m3:stripe32"), ("dq_k", "e4m3:stripe32"), ("dk_q", "e4m3:stripe32")),  # fmt: skip
+    ),
+    "k_centered": Recipe.strict("mxfp8_scores", center_k="document"),
+    "k_centered_call": Recipe.strict("mxfp8_scores", center_k="call"),
+}
+"""Recipes that imitate what others ship, to be caught by an audit: one scale per tensor computed from the call, 32x1
+stripes along tokens with the floor rule, K centred by a mean over the document and over the whole call."""
