@@ -1,0 +1,212 @@
+"""What a leak looks like from outside: who carries it, how far it reaches, and what its groups are.
+
+The judge says *that* earlier rows moved. Three more questions can be put to a callable whose inside nobody knows.
+
+* *Which operand?* Experiments that disturb one operand alone name the carriers of each tensor.
+* *Values or magnitudes?* Negating the later tokens keeps every amax. Rows that move under a spike and not under a
+  negation read a scale; rows that move under both read values (a mean, a filter, a lost mask).
+* *Which groups?* Disturbing one token j at a time gives a map: the earlier rows that it moves. Members of one
+  group move together, so the first moved row is the group's first, and the smallest group size that contains every
+  column of the map is the group. The watched document starts at an unaligned offset, so groups counted by document
+  and groups counted by buffer address give different maps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .contract import OPERANDS
+from .judge import Finding, Judge, differs
+from .probes import GROUPS
+from .targets import Refused
+
+
+@dataclass(frozen=True)
+class Map:
+    """Rows of ``tensor`` moved by disturbing single tokens of ``operand``: ``columns[j]`` are the positions moved by
+    position j (j itself left out).
+    """
+
+    tensor: str
+    operand: str
+    disturbance: str
+    tone: str
+    length: int
+    offset: int
+    columns: dict[int, tuple[int, ...]]
+    elsewhere: dict[int, int]  # rows moved in other documents
+
+    def earlier(self, j: int) -> list[int]:
+        return [i for i in self.columns[j] if i < j]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Facts in words, and the map that they were read from."""
+
+    carriers: dict[str, list[str]]
+    sentences: list[str] = field(default_factory=list)
+    group: int | None = None
+    alignment: str | None = None  # "document", "address" or None
+    reach: str | None = None  # "group", "document", "call", "lookahead"
+    map: Map | None = None
+
+
+def carriers(findings: list[Finding]) -> dict[str, list[str]]:
+    """Per tensor, the operands whose disturbance alone moved it against a contract (mask and non-finite probes
+    aside).
+    """
+    out: dict[str, list[str]] = {}
+    leaks = [f for f in findings if f.kind == "leak" and f.contract in ("prefix", "document", "mask")]
+    for tensor in ("O", "dQ", "dK", "dV"):
+        single = [o for o in OPERANDS if any(f.tensor == tensor and f.operand == o for f in leaks)]
+        if single:
+            out[tensor] = single
+        elif any(f.tensor == tensor for f in leaks):
+            out[tensor] = ["all"]
+    return out
+
+
+def dependency_map(judge: Judge, lead: Finding, positions: list[int]) -> Map | None:
+    """Disturb the tokens at ``positions`` one at a time, in the way of ``lead``."""
+    # A map needs rows that have something to lose; the lead's own tone and disturbance are known to show it.
+    packing = judge.book.settings.packing
+    columns, elsewhere = {}, {}
+    where = packing.document_of()
+    try:
+        before = judge.base(judge.book.base(lead.tone))[lead.tensor]
+        for j in positions:
+            changed = judge.book.disturbed(
+                lead.tone, lead.operand, packing.rows(lead.document, j, j + 1), lead.disturbance
+            )
+            moved = differs(before, judge.target.run(changed)[lead.tensor]).nonzero().flatten()
+            mine = packing.position_of()[moved[where[moved] == lead.document]]
+            columns[j] = tuple(p for p in mine.tolist() if p != j)
+            elsewhere[j] = int((where[moved] != lead.document).sum())
+    except Refused:
+        return None
+    return Map(
+        lead.tensor,
+        lead.operand,
+        lead.disturbance,
+        lead.tone,
+        packing.lengths[lead.document],
+        packing.start(lead.document),
+        columns,
+        elsewhere,
+    )
+
+
+def positions_for(length: int, dense: bool) -> list[int]:
+    """Both sides of every candidate edge, and a grid in between."""
+    edges = {g * n + d for g in GROUPS for n in range(1, length // g + 1) for d in (-1, 0, 1)} if dense else set()
+    grid = set(range(5, length, 5 if dense else 9)) | {length - 1, 15, 16, 31, 32, 33, 63, 64}
+    return sorted(p for p in edges | grid if 0 < p < length)
+
+
+def read_groups(m: Map) -> tuple[str | None, int | None, str | None]:
+    """(reach, group size, alignment) from the first row that each token moves."""
+    firsts = {j: m.earlier(j)[0] for j in m.columns if m.earlier(j)}
+    if not firsts:
+        return None, None, None
+    spans = {j - first for j, first in firsts.items()}
+    if len(spans) == 1 and len(firsts) > 3:
+        return "lookahead", spans.pop() + 1, None
+    # Row 0 sees one key, so it cannot tell what that key's logit is: a group may seem to begin one row late there.
+    if all(first <= 2 for first in firsts.values()) and len(firsts) > 0.8 * len([j for j in m.columns if j > 2]):
+        return ("call" if any(m.elsewhere.values()) else "document"), None, None
+    for size in sorted({*GROUPS, *range(2, 129)}):
+        for alignment, phase in (("document", 0), ("address", m.offset % size)):
+            starts = {j: (j + phase) // size * size - phase for j in firsts}
+            inside = all(first >= starts[j] for j, first in firsts.items())
+            # Containment alone would accept a size that merely is large: the rows near a group's start must really
+            # move.
+            tight = sum(first - max(starts[j], 0) <= 2 for j, first in firsts.items()) / len(firsts)
+            if inside and tight > 0.5:
+                return "group", size, alignment
+    return None, None, None
+
+
+def diagnose(judge: Judge, dense: bool) -> Diagnosis:
+    """Explain the leaks on record; needs at least one finding of kind leak at equal shape, else only says what shape
+    alone moved.
+    """
+    leaks = [f for f in judge.findings if f.kind == "leak"]
+    carry = carriers(leaks)
+    said = [
+        f"{tensor} is moved by "
+        f"{' and by '.join(names) if names != ['all'] else 'several operands at once, by none alone'}"
+        for tensor, names in carry.items()
+    ]
+    content = [
+        f
+        for f in leaks
+        if f.contract in ("prefix", "mask") and f.operand != "layout" and f.document == judge.book.settings.watched
+    ]
+    if not content:
+        outside = [f for f in leaks if f.contract == "document"]
+        if outside:
+            said.append("documents read one another: " + _sizes(outside))
+        elif any(f.contract in ("truncate", "offset") for f in leaks):
+            said.append(
+                "no content crosses at equal lengths; the length or the place in the buffer itself decides bits"
+            )
+        return Diagnosis(carry, said, reach="call" if outside else None)
+    # The lead: a single operand if one leaks alone, then the experiment that moved the most rows.
+    lead = max(
+        content,
+        key=lambda f: (f.contract == "prefix", f.operand != "all", f.disturbance in ("spike", "one", "redraw"), f.rows),
+    )
+    s = judge.book.settings
+    m = dependency_map(judge, lead, positions_for(s.lengths[lead.document], dense))
+    said.append(_negation(judge, lead))
+    reach, group, alignment = read_groups(m) if m else (None, None, None)
+    if reach == "group":
+        said.append(
+            f"tokens share something in groups of {group}, counted from the start of the "
+            f"{'document' if alignment == 'document' else 'buffer'}"
+        )
+    elif reach == "lookahead":
+        said.append(f"each row reads {group - 1 if group else 0} tokens ahead")
+    elif reach == "document":
+        said.append(
+            "every later token moves rows from the document's first on: shared by all of its "
+            f"{m.length if m else 0} positions (or a larger group)"
+        )
+    elif reach == "call":
+        said.append("one token moves rows from the first on, in other documents too: shared by the whole call")
+    crossing = any(f.contract == "document" for f in leaks)
+    said.append("it crosses documents" if crossing else "it stays inside the document")
+    return Diagnosis(carry, [x for x in said if x], group, alignment, reach, m)
+
+
+def _sizes(found: list[Finding]) -> str:
+    worst = max(found, key=lambda f: f.largest)
+    return f"{worst.tensor} of document {worst.where} moves with document {worst.document}, in {worst.rows} rows"
+
+
+def _negation(judge: Judge, lead: Finding) -> str:
+    """Does negating the later tokens, which keeps every amax, move what the lead moved?"""
+    if lead.cut is None or lead.operand == "layout":
+        return ""
+    e = judge.book.change(lead.tone, lead.operand, "negate", lead.document, lead.cut)
+    try:
+        base, changed = judge.base(e.base), judge.target.run(e.changed)
+    except Refused:
+        return ""
+    for check in e.checks:
+        if check.contract == lead.contract and check.tensor == lead.tensor:
+            if bool(differs(base[check.tensor][check.rows], changed[check.tensor][check.into]).any()):
+                return "negating later tokens moves earlier rows too: values cross, not only magnitudes"
+            return "negating later tokens moves nothing: what crosses is a magnitude, as a shared scale does"
+    return ""
+
+
+def heat(m: Map) -> torch.Tensor:
+    """(length, columns) 0/1: row i moved by the n-th disturbed token."""
+    out = torch.zeros(m.length, len(m.columns))
+    for n, moved in enumerate(m.columns.values()):
+        out[list(moved), n] = 1.0
+    return out

@@ -1,0 +1,303 @@
+"""Running experiments and telling leaks from arithmetic.
+
+Three rules decide what a difference means.
+
+1. *Same shape, repeatable callable: any difference is a leak*, one bit of one row included. With the shapes fixed
+   nothing but the disturbed values can have moved the bits; there is no rounding "noise" to excuse it, because
+   noise repeats.
+2. *Other shape* (``truncate``, ``offset``): libraries choose blocks and orders of summation by length, and an
+   honest attention then differs in the last bits without a single value having crossed. Such a difference is
+   called ``order`` if it is small, at most one unit in the last place of the output relative to the row and to the
+   largest terms summed in it, and if the contents of later tokens and other documents were seen to move nothing at
+   equal shape (rule 1 on the same tensor). It is reported, and the verdict on that contract is "undecided": the
+   length decides bits, contents do not. A larger
+   difference is a leak of the length: a scale group or a statistic that ends where the buffer ends.
+3. *Unstable callable*: no bitwise verdict. The spread of repeated calls is the floor; a difference of more than
+   eight times the floor is still reported as a leak, anything below as undecided.
+
+Sizes are relative to the row: ``largest`` is the greatest |change| / |row| over rows and heads (2 at most,
+infinite if NaN appears), ``overall`` the same ratio for all compared rows together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .contract import CONTRACTS, TENSORS
+from .probes import NONFINITE, Book, Experiment
+from .targets import Inputs, Outputs, Refused, Target
+
+ABOVE_NOISE = 8.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor that moved in one experiment. Positions are counted inside ``where``, the document of the first
+    changed row.
+    """
+
+    contract: str
+    tensor: str
+    operand: str
+    disturbance: str
+    tone: str
+    document: int
+    cut: int | None
+    where: int
+    first: int
+    rows: int
+    owed: int
+    largest: float
+    overall: float
+    kind: str  # "leak"; "order" (summation order follows the shape); "noise" (below the floor of an unstable callable)
+    positions: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        cut = "" if self.cut is None else f" from position {self.cut}" if self.operand != "layout" else ""
+        what = (
+            self.disturbance
+            if self.operand == "layout"
+            else f"{self.disturbance} of {self.operand} in document {self.document}{cut}"
+        )
+        size = (
+            "not finite"
+            if math.isinf(self.largest)
+            else f"largest {self.largest:.3g} of the row, {self.overall:.2g} overall"
+        )
+        return (
+            f"{self.contract}: {self.tensor} moved in {self.rows} of {self.owed} rows, first position {self.first} "
+            f"of document {self.where} "
+            f"({size}); {what} [{self.tone}]"
+        )
+
+
+def differs(x: Tensor, y: Tensor) -> Tensor:
+    """(rows,) bool: some entry has another value; NaN equals NaN."""
+    return ((x != y) & ~(x.isnan() & y.isnan())).flatten(1).any(1)
+
+
+def change_size(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    """Relative change per (row, head), and over everything."""
+    x, y = x.double(), y.double()
+    delta = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, x - y)
+    norm = torch.maximum(x.norm(dim=-1), y.norm(dim=-1))
+    size = torch.where(delta.abs().sum(-1) == 0, 0.0, delta.norm(dim=-1) / norm)
+    size = torch.where(size.isfinite(), size, math.inf)
+    total = float(delta.norm() / torch.maximum(x.norm(), y.norm())) if bool((delta != 0).any()) else 0.0
+    return size, total if math.isfinite(total) else math.inf
+
+
+def order_bound(inputs: Inputs, sees: Tensor, eps: float) -> Outputs:
+    """(T,) per tensor: what reordering a sum may move, absolutely: eps times the largest terms of it."""
+
+    def largest(x: Tensor) -> Tensor:
+        return x.double().norm(dim=-1).amax(1)
+
+    q, k, v, do = (largest(getattr(inputs, n)) for n in ("q", "k", "v", "do"))
+    scale = inputs.q.shape[-1] ** -0.5
+    over_keys = {name: torch.where(sees, x[None, :], 0.0).amax(1) for name, x in (("k", k), ("v", v))}
+    over_rows = {name: torch.where(sees, x[:, None], 0.0).amax(0) for name, x in (("q", q), ("do", do))}
+    # E_ij - D_i reaches |dO_i| times twice the largest v that row i sees.
+    reach_e = torch.where(sees, (do * over_keys["v"])[:, None], 0.0).amax(0)
+    return {
+        "O": eps * over_keys["v"],
+        "dQ": eps * scale * 2 * do * over_keys["v"] * over_keys["k"],
+        "dK": eps * scale * 2 * reach_e * over_rows["q"],
+        "dV": eps * over_rows["do"],
+    }
+
+
+class Judge:
+    """Runs experiments on one target and keeps the record."""
+
+    def __init__(self, target: Target, book: Book) -> None:
+        self.target, self.book = target, book
+        self.findings: list[Finding] = []
+        self.tried: Counter[tuple[str, str, str]] = Counter()
+        self.refusals: dict[str, str] = {}
+        self.floor: dict[str, float] = dict.fromkeys(TENSORS, 0.0)
+        self.stable = True
+        self._base: dict[int, tuple[Inputs, Outputs]] = {}
+        info = torch.finfo(target.dtype)
+        self.eps = info.eps if info.bits == 16 else 64 * info.eps
+
+    def base(self, inputs: Inputs) -> Outputs:
+        key = id(inputs)
+        if key not in self._base:
+            self._base[key] = (inputs, self.target.run(inputs))  # the inputs are kept so that the id stays theirs
+        return self._base[key][1]
+
+    def repeat(self, tones: tuple[str, ...], what: str) -> None:
+        """Call each tone again. Asked a second time after all experiments, this also catches state that a callable
+        keeps between calls.
+        """
+        for tone in tones:
+            inputs = self.book.base(tone)
+            first, again = self.base(inputs), self.target.run(inputs)
+            for tensor, x in first.items():
+                self.tried["repeat", tensor, "layout"] += 1
+                found = self._compare(
+                    inputs,
+                    "repeat",
+                    tensor,
+                    x,
+                    again[tensor],
+                    torch.arange(len(x)),
+                    tone,
+                    "layout",
+                    what,
+                    self.book.settings.watched,
+                    None,
+                )
+                if found:
+                    self.stable = False
+                    self.floor[tensor] = max(self.floor[tensor], found.largest)
+                    self.findings.append(found)
+
+    def run(self, e: Experiment) -> list[Finding]:
+        """One experiment; the findings are recorded and returned."""
+        if not e.checks or (e.operand == "do" and not self.target.has_gradients):
+            return []
+        try:
+            base = self.base(e.base)
+            changed = self.target.run(e.changed)
+        except Refused as refusal:
+            self.refusals.setdefault(e.disturbance if e.disturbance in NONFINITE else e.name, str(refusal))
+            return []
+        found = []
+        for check in e.checks:
+            if check.tensor not in base:
+                continue
+            self.tried[check.contract, check.tensor, e.operand] += 1
+            finding = self._compare(
+                e.base,
+                check.contract,
+                check.tensor,
+                base[check.tensor][check.rows],
+                changed[check.tensor][check.into],
+                check.rows,
+                e.tone,
+                e.operand,
+                e.disturbance,
+                e.document,
+                e.cut,
+            )
+            if finding:
+                found.append(finding)
+        if len(e.moved):
+            found += self._must_show_nan(e, changed["O"])
+        self.findings += found
+        return found
+
+    def _must_show_nan(self, e: Experiment, out: Tensor) -> list[Finding]:
+        self.tried["nonfinite", "O", e.operand] += 1
+        hidden = e.moved[~out[e.moved].isnan().flatten(1).all(1)]
+        if not len(hidden):
+            return []
+        doc, pos = e.base.packing.document_of()[hidden], e.base.packing.position_of()[hidden]
+        return [
+            Finding(
+                "nonfinite",
+                "O",
+                e.operand,
+                "nan hidden",
+                e.tone,
+                e.document,
+                e.cut,
+                int(doc[0]),
+                int(pos[0]),
+                len(hidden),
+                len(e.moved),
+                math.inf,
+                math.inf,
+                "leak",
+            )
+        ]
+
+    def _compare(
+        self,
+        inputs: Inputs,
+        contract: str,
+        tensor: str,
+        x: Tensor,
+        y: Tensor,
+        rows: Tensor,
+        tone: str,
+        operand: str,
+        how: str,
+        document: int,
+        cut: int | None,
+    ) -> Finding | None:
+        moved = differs(x, y)
+        if not bool(moved.any()):
+            return None
+        size, overall = change_size(x[moved], y[moved])
+        _, overall = change_size(x, y)
+        largest = float(size.max())
+        kind = "leak"
+        if contract == "repeat":
+            kind = "noise"
+        elif not self.stable:
+            kind = "leak" if largest > ABOVE_NOISE * self.floor[tensor] else "noise"
+        elif contract in ("truncate", "offset"):
+            bound = order_bound(inputs, self.book.sees(inputs.packing), self.eps)[tensor][rows[moved]]
+            delta = (x[moved].double() - y[moved].double()).norm(dim=-1)
+            room = bound[:, None] + self.eps * torch.maximum(
+                x[moved].double().norm(dim=-1), y[moved].double().norm(dim=-1)
+            )
+            kind = "order" if bool((delta <= room).all()) else "leak"
+        hit = rows[moved]
+        docs, positions = inputs.packing.document_of()[hit], inputs.packing.position_of()[hit]
+        # Where the disturbed document itself moved, that is the interesting place.
+        where = document if bool((docs == document).any()) else int(docs[0])
+        positions = positions[docs == where]
+        return Finding(
+            contract,
+            tensor,
+            operand,
+            how,
+            tone,
+            document,
+            cut,
+            where,
+            int(positions.min()),
+            int(moved.sum()),
+            len(x),
+            largest,
+            overall,
+            kind,
+            tuple(positions.tolist()),
+        )
+
+    def settle(self) -> None:
+        """Last word on kinds, once everything is known.
+
+        Small differences between shapes are innocent only if contents move nothing at equal shape; and if the last
+        repeats showed a callable to be unstable after all, what was called a leak before must rise above that
+        floor as well.
+        """
+        content = {f.tensor for f in self.findings if f.kind == "leak" and f.contract in ("prefix", "document")}
+        for n, f in enumerate(self.findings):
+            if f.kind == "order" and f.tensor in content and self.stable:
+                self.findings[n] = replace(f, kind="leak")
+            elif f.kind != "noise" and not self.stable and f.largest <= ABOVE_NOISE * self.floor[f.tensor]:
+                self.findings[n] = replace(f, kind="noise")
+
+    def status(self, contract: str) -> str:
+        """ "clean", "leak", "undecided" or "untried" for one contract."""
+        parts = ("mask", "prefix", "document") if contract == "mask" else (contract,)
+        kinds = {f.kind for f in self.findings if f.contract in parts}
+        if "leak" in kinds:
+            return "leak"
+        if kinds or not (self.stable or contract == "mass"):
+            return "undecided"
+        return "clean" if any(c == contract for c, _, _ in self.tried) else "untried"
+
+    def statuses(self) -> dict[str, str]:
+        return {contract: self.status(contract) for contract in CONTRACTS if contract != "mass"}

@@ -1,0 +1,332 @@
+"""How inputs are disturbed, and why Gaussian noise is not enough.
+
+A shared scale only shows when sharing it hurts. Under a power-of-two scale rule, doubling the largest value of a
+group leaves every other code of the group exact as long as it stays normal, so random data and random changes pass
+straight over most leaks. Two things are crafted instead.
+
+*Tones* are base inputs in which earlier tokens have something to lose:
+
+* ``plain``    unit noise, rows of flat and of peaked weights (a peaked row looks at itself, so its O is one value,
+  bare);
+* ``values``   v and dO whose tokens range over 2^-18 .. 1, so that a larger neighbour flushes them;
+* ``keys``     tiny k under huge q: logits stay of order one, yet k has the whole range to fall out of; ``queries``
+  the other way round;
+* ``edge``     v and dO of 2^-20 and 1.125 * 2^-15, which sit at the E4M3 subnormal boundary of a group that holds
+  a 1;
+* ``fp4``      v and dO of 1.03125, exact under an NVFP4 scale of their own and 1.0 beside a 3.
+
+*Disturbances* change the tokens from a cut onwards, one operand at a time or all: ``redraw``, ``cross`` (times 2:
+every amax crosses a power of two), ``lift`` (2^12), ``spike`` (2^20), ``one`` (the value that the tone's boundary
+is relative to), and NaN, infinity and 2^126 for ``nonfinite``.
+
+*Cuts* lie strictly inside groups of 16 .. 256 positions, by document and by address; a cut on a group's edge
+cannot see that group's scale, and an audit that has no other cuts says so and never answers "clean". ``Settings``
+holds all of it, hashable, so that the controls are run under the same probes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .contract import OPERANDS, Change, Packing, owed, visible
+from .targets import Inputs
+
+GROUPS = (16, 32, 64, 128, 256)
+TONES = ("plain", "values", "keys", "queries", "edge", "fp4")
+# The operand whose scale a tone is made to expose.
+NATIVE = {
+    "plain": ("all",),
+    "values": ("v", "do", "all"),
+    "keys": ("k", "all"),
+    "queries": ("q", "all"),
+    "edge": ("v", "do"),
+    "fp4": ("v", "do"),
+}
+NONFINITE = ("nan", "inf", "2^126")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One audit's probes. ``watched`` is the long document that the cuts divide."""
+
+    lengths: tuple[int, ...]
+    watched: int
+    cuts: tuple[int, ...]
+    truncations: tuple[int, ...]
+    leads: tuple[int, ...]
+    tones: tuple[str, ...]
+    disturbances: tuple[str, ...]
+    depth: int  # 0 spot, 1 brief, 2 quick, 3 normal, 4 thorough
+    layout: str
+    dtype: torch.dtype
+    left: int | None
+    right: int | None
+    seed: int
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """``rows`` of the base call must equal ``into`` of the changed call in one tensor."""
+
+    contract: str
+    tensor: str
+    rows: Tensor
+    into: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """Two calls and what the second owes to the first."""
+
+    base: Inputs
+    changed: Inputs
+    tone: str
+    operand: str  # q, k, v, do, all; or "layout" when the shape changed
+    disturbance: str
+    document: int
+    cut: int | None
+    checks: tuple[Check, ...]
+    moved: Tensor = field(default_factory=lambda: torch.arange(0))  # rows that see a NaN and must show it
+
+    @property
+    def name(self) -> str:
+        where = "" if self.cut is None else f" from position {self.cut}"
+        return f"{self.tone}: {self.disturbance} {self.operand} in document {self.document}{where}"
+
+
+def reach(dtype: torch.dtype) -> tuple[int, int, int, float]:
+    """Exponents (tone, lift, spike) and the largest magnitude that a dtype has room for. float16 has little."""
+    return (8, 8, 12, 2.0**15) if dtype == torch.float16 else (14, 12, 20, 2.0**126)
+
+
+def draw(tone: str, packing: Packing, heads: tuple[int, int], dim: int, dtype: torch.dtype, seed: int) -> Inputs:
+    """Base inputs of one tone, rounded to ``dtype``; the same seed draws the same tokens."""
+    rng = torch.Generator().manual_seed(1_000_003 * seed + 101 * TONES.index(tone) + 7)
+    total, (hq, hk) = packing.total, heads
+    power = reach(dtype)[0]
+
+    def noise(h: int) -> Tensor:
+        return torch.randn(total, h, dim, generator=rng, dtype=torch.float64)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.rand(total, 1, 1, generator=rng, dtype=torch.float64) * (high - low) + low
+
+    k, v, do = noise(hk), noise(hk), noise(hq)
+    # A row's own key gets a logit of 0 (flat), 4 (bent) or 12 (peaked) above chance.
+    gap = torch.tensor([0.0, 4.0, 12.0], dtype=torch.float64)[torch.randint(3, (total, 1, 1), generator=rng)]
+    own = k.repeat_interleave(hq // hk, 1)
+    q = 0.5 * noise(hq) + gap * math.sqrt(dim) * own / own.square().sum(-1, keepdim=True).clamp_min(1e-9)
+    if tone == "values":
+        v, do = v * 2.0 ** uniform(-18 if power > 8 else -10, 0), do * 2.0 ** uniform(-18 if power > 8 else -10, 0)
+    elif tone == "keys":
+        k, q = k * 2.0**-power, q * 2.0**power
+    elif tone == "queries":
+        k, q = k * 2.0**power, q * 2.0**-power
+    elif tone in ("edge", "fp4"):
+        sizes = torch.tensor(
+            [2.0**-20, 1.125 * 2.0**-15] if tone == "edge" else [1.03125, 1.03125], dtype=torch.float64
+        )
+        v, do = (x.sign() * sizes[torch.arange(x.shape[1]) % 2][None, :, None] for x in (v, do))
+    return Inputs(*(x.to(dtype) for x in (q, k, v, do)), packing=packing)
+
+
+def disturb(base: Inputs, fresh: Inputs, tone: str, operands: tuple[str, ...], rows: Tensor, how: str) -> Inputs:
+    """``base`` with the named operands of ``rows`` disturbed; ``fresh`` is another draw of the same tone."""
+    _, lift, spike, room = reach(base.q.dtype)
+    for name in operands:
+        x = getattr(base, name)[rows].double()
+        if how == "redraw":
+            x = getattr(fresh, name)[rows].double()
+        elif how == "one":
+            x = x.sign() * (3.0 if tone == "fp4" else 1.0)
+        elif how == "negate":
+            x = -x
+        elif how in ("nan", "inf"):
+            x = torch.full_like(x, float(how))
+        elif how == "2^126":
+            x = torch.full_like(x, room)
+        else:
+            x = (x * 2.0 ** {"cross": 1, "lift": lift, "spike": spike}[how]).clamp(-room, room)
+        base = base.with_rows(name, rows, x)
+    return base
+
+
+class Book:
+    """Draws each tone once and knows who sees whom: the experiments of one audit share their base calls."""
+
+    def __init__(self, settings: Settings, heads: tuple[int, int], dim: int) -> None:
+        self.settings, self.heads, self.dim = settings, heads, dim
+        self._bases: dict[tuple[str, int], Inputs] = {}
+        self._sees: dict[tuple[int, ...], Tensor] = {}
+
+    def base(self, tone: str, variant: int = 0) -> Inputs:
+        key = (tone, variant)
+        if key not in self._bases:
+            s = self.settings
+            self._bases[key] = draw(tone, s.packing, self.heads, self.dim, s.dtype, s.seed + 5000 * variant)
+        return self._bases[key]
+
+    def disturbed(self, tone: str, operand: str, rows: Tensor, how: str) -> Inputs:
+        operands = OPERANDS if operand == "all" else (operand,)
+        return disturb(self.base(tone), self.base(tone, 1), tone, operands, rows, how)
+
+    def sees(self, packing: Packing) -> Tensor:
+        if packing.lengths not in self._sees:
+            self._sees[packing.lengths] = visible(packing, self.settings.left, self.settings.right)
+        return self._sees[packing.lengths]
+
+    def change(
+        self, tone: str, operand: str, how: str, document: int, start: int, stop: int | None = None
+    ) -> Experiment:
+        """Disturb positions start..stop of a document and owe whatever the contracts say."""
+        s, base = self.settings, self.base(tone)
+        rows = base.packing.rows(document, start, stop)
+        operands = OPERANDS if operand == "all" else (operand,)
+        changed = self.disturbed(tone, operand, rows, how)
+        keep = owed(Change(rows, frozenset(operands)), self.sees(base.packing))
+        same = base.packing.document_of() == document
+        before = same & (base.packing.position_of() < start) if s.right == 0 else torch.zeros_like(same)
+        checks = []
+        for tensor, keeps in keep.items():
+            if how in NONFINITE:
+                regions = {"nonfinite": keeps}
+            else:
+                early = before if tensor in ("O", "dQ") else torch.zeros_like(before)
+                regions = {"prefix": keeps & early, "document": keeps & ~same, "mask": keeps & same & ~early}
+            for contract, region in regions.items():
+                index = region.nonzero().flatten()
+                if len(index):
+                    checks.append(Check(contract, tensor, index, index))
+        moved = torch.arange(0)
+        if how == "nan" and operand in ("k", "v", "all"):
+            moved = self.sees(base.packing)[:, rows].any(1).nonzero().flatten()
+        return Experiment(base, changed, tone, operand, how, document, start, tuple(checks), moved)
+
+    def rearrange(
+        self,
+        tone: str,
+        what: str,
+        parts: list[tuple[Tensor, int | None]],
+        tensors: tuple[str, ...],
+        contract: str,
+        document: int,
+        cut: int | None = None,
+    ) -> Experiment:
+        """Gather pieces of the base call into a new packing. A piece is (base rows, its document or None for a filler
+        that owes nothing).
+        """
+        base = self.base(tone)
+        packing = Packing(tuple(len(rows) for rows, _ in parts))
+        changed = base.take(torch.cat([rows for rows, _ in parts]), packing)
+        rows = torch.cat([r for r, d in parts if d is not None])
+        into = torch.cat([packing.rows(n) for n, (_, d) in enumerate(parts) if d is not None])
+        checks = tuple(Check(contract, t, rows, into) for t in tensors)
+        return Experiment(base, changed, tone, "layout", what, document, cut, checks)
+
+    def truncated(self, tone: str, t: int) -> Experiment:
+        """Keep positions < t of the watched document (of every row of a batch)."""
+        s, p = self.settings, self.settings.packing
+        batched = s.layout == "batched"
+        parts = [
+            (p.rows(d, 0, t if batched or d == s.watched else None), d if batched or d == s.watched else None)
+            for d in range(len(s.lengths))
+        ]
+        return self.rearrange(tone, f"cut at {t}", parts, ("O", "dQ"), "truncate", s.watched, t)
+
+    def moved(self, tone: str) -> Iterator[Experiment]:
+        """The same documents elsewhere in the buffer: reversed, alone, after leads of other lengths."""
+        s, p = self.settings, self.settings.packing
+        every = ("O", "dQ", "dK", "dV")
+        whole = [(p.rows(d), d) for d in range(len(s.lengths))]
+        yield self.rearrange(tone, "documents reversed", whole[::-1], every, "offset", s.watched)
+        if s.depth == 0:
+            return
+        yield self.rearrange(tone, "alone", [whole[s.watched]], every, "offset", s.watched)
+        if s.layout == "packed":
+            for lead in s.leads:
+                filler = (p.rows(s.watched, 0, lead), None)
+                yield self.rearrange(
+                    tone, f"after {lead} tokens", [filler, whole[s.watched]], every, "offset", s.watched
+                )
+
+
+def experiments(book: Book) -> Iterator[Experiment]:
+    """Every experiment of an audit."""
+    yield from _suffixes(book)
+    yield from _elsewhere(book)
+    yield from _shapes(book)
+    # Last, because a non-finite value may stay behind in a callable that keeps state.
+    yield from _nonfinite(book)
+
+
+def _suffixes(book: Book) -> Iterator[Experiment]:
+    """Everything from a cut onwards. A tone's native operands meet every disturbance; with depth, the others take
+    their turns.
+    """
+    s, turn = book.settings, 0
+    for tone in s.tones:
+        special = tone in ("edge", "fp4")
+        hows = ("one",) if special else s.disturbances
+        for operand in (*OPERANDS, "all"):
+            native = operand in NATIVE[tone]
+            if s.depth == 0 and (special or (operand == "all" and tone != "plain")):
+                continue
+            if not native and s.depth < (4 if special else 2):
+                continue
+            for cut in s.cuts:
+                turn += 1
+                for how in hows if native or s.depth == 4 else (hows[turn % len(hows)],):
+                    yield book.change(tone, operand, how, s.watched, cut)
+
+
+def _elsewhere(book: Book) -> Iterator[Experiment]:
+    """Other documents, whole; and a few tokens in the middle of the watched one: what windows hide, and the mirror
+    for dK and dV.
+    """
+    s = book.settings
+    others = [d for d, n in enumerate(s.lengths) if n and d != s.watched]
+    homes = {"k": "keys", "q": "queries", "v": "values", "do": "values", "all": "plain"}
+    for d in others if s.depth > 1 else others[:1]:
+        for operand in ("all",) if s.depth == 0 else homes:
+            yield book.change(homes[operand], operand, "spike", d, 0)
+        if s.depth > 1:
+            yield book.change("plain", "all", "redraw", d, 0)
+    for operand, tone in homes.items():
+        if s.depth > 0 or operand != "all":
+            for cut in s.cuts[::2]:
+                yield book.change(tone, operand, "spike", s.watched, cut, cut + 3)
+
+
+def _shapes(book: Book) -> Iterator[Experiment]:
+    """Calls of other shapes: the document cut short, and the documents moved."""
+    s, tones = book.settings, ("plain", "values", "keys")
+    for n, t in enumerate(s.truncations):
+        for tone in tones if s.depth == 4 else (tones[n % 3],):
+            yield book.truncated(tone, t)
+    for tone in ("values", "plain", "keys")[: max(1, s.depth)]:
+        yield from book.moved(tone)
+
+
+def _nonfinite(book: Book) -> Iterator[Experiment]:
+    s = book.settings
+    others = [d for d, n in enumerate(s.lengths) if n and d != s.watched]
+    for how in NONFINITE[:1] if s.depth == 0 else NONFINITE:
+        for operand in OPERANDS if s.depth > 1 else ("all",):
+            for cut in s.cuts if s.depth == 4 else s.cuts[-1:]:
+                yield book.change("plain", operand, how, s.watched, cut)
+            if others and s.depth > 0:
+                yield book.change("plain", operand, how, others[0], 0)
+
+
+def blunt_groups(cuts: tuple[int, ...], longest: int) -> list[int]:
+    """Candidate group sizes that no cut divides strictly inside: leaks through such groups cannot be seen."""
+    return [g for g in GROUPS if g < longest and not any(0 < c < longest and c % g for c in cuts)]
