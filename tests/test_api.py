@@ -46,7 +46,7 @@ def test_sixteen_bits_are_attention_by_the_definition(lengths, causal, window):
     left, right = window or (None, None)
     right = 0 if causal else right
     expected, expected_lse = float64_attention(q, k, v, 0.3, None if left == -1 else left, right)
-    options = dict(causal=causal, window=window, softmax_scale=0.3, return_lse=True)
+    options = {"causal": causal, "window": window, "softmax_scale": 0.3, "return_lse": True}
     o, lse = flamia.attention(q, k, v, recipe="bf16", **options)
     assert torch.allclose(o.double(), expected, atol=2**-6, rtol=2**-6)  # P and O are rounded to BF16, values are O(1)
     assert torch.allclose(lse.double(), expected_lse, atol=1e-5)  # LSE is not: float32
@@ -56,7 +56,7 @@ def test_sixteen_bits_are_attention_by_the_definition(lengths, causal, window):
 @pytest.mark.parametrize("lengths", [(37, 37), (5, 37), (37, 5)])
 def test_a_batch_is_a_pack_of_equal_documents(recipe, lengths):
     q, k, v = inputs(queries=lengths[0], keys=lengths[1])
-    options = dict(causal=True, window=(20, 0), recipe=recipe, return_lse=True)
+    options = {"causal": True, "window": (20, 0), "recipe": recipe, "return_lse": True}
     o, lse = flamia.attention(q, k, v, **options)
     p, packed_lse = flamia.attention_varlen(
         packed(q), packed(k), packed(v), even(2, lengths[0]), cu_seqlens_k=even(2, lengths[1]), **options

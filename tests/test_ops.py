@@ -1,4 +1,4 @@
-"""The operators as torch sees them (schemas, fakes, autograd, compilation, checkpointing), and the choice of a backend."""
+"""The operators as torch sees them: schemas, fakes, autograd, compilation, checkpointing, and choosing a backend."""
 
 import functools
 import subprocess
@@ -289,7 +289,7 @@ def test_missing_kernels_say_which_module(name, monkeypatch):
         raise ModuleNotFoundError(f"No module named {module!r}", name="triton")
 
     monkeypatch.setattr(ops.importlib, "import_module", missing)
-    with pytest.raises(UnsupportedError, match="'triton' is missing.*backend='reference'"):
+    with pytest.raises(UnsupportedError, match=r"'triton' is missing.*backend='reference'"):
         ops._choose(name, *map(on_a_gpu, inputs()), Recipe.strict(), (-1, 0))
 
 

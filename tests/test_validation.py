@@ -1,6 +1,7 @@
 """What is refused, and whether the refusal teaches: every message must name the argument, its value and the rule."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_offsets_are_int32_and_the_refused_dtype_is_named(dtype):
 def test_offset_shapes():
     for shape in ((), (1, 2), (0,)):
         cu = torch.zeros(shape, dtype=torch.int32)
-        refuses(lambda: flamia.attention_varlen(*inputs(), cu), "cu_seqlens must have shape", tuple(cu.shape))
+        refuses(partial(flamia.attention_varlen, *inputs(), cu), "cu_seqlens must have shape", shape)
     refuses(lambda: flamia.attention_varlen(*inputs(), [0, 16]), "cu_seqlens", "tensor", "list")
 
 
@@ -155,7 +156,7 @@ def test_document_longer_than_the_hint():
     refuses(lambda: flamia.flash_attn_varlen_func(q, k, v, cu, cu, 9, 10), "cu_seqlens_q", "document 1", 10, 9)
     refuses(lambda: flamia.flash_attn_varlen_func(q, k, v, cu, cu, 10, 9), "cu_seqlens_k", "document 1", 10, 9)
     for bad in (-1, True, 10.0, "10"):
-        refuses(lambda: flamia.flash_attn_varlen_func(q, k, v, cu, cu, bad, 10), "max_seqlen_q", repr(bad))
+        refuses(partial(flamia.flash_attn_varlen_func, q, k, v, cu, cu, bad, 10), "max_seqlen_q", repr(bad))
 
 
 @pytest.mark.parametrize("values", [(0, 12, 8, 16), (3, 768), (-5, -2, 9), (2**31 - 1, -(2**31)), (0, 3, 3, 7)])
@@ -184,7 +185,7 @@ def test_windows():
     q, k, v = inputs()
     cu = offsets(0, 16)
     for bad in (3, (1,), (1, 2, 3), (-2, 0), (0, -7), (1.0, 0), (True, 0), "ab", (torch.tensor(1), 0)):
-        refuses(lambda: flamia.attention_varlen(q, k, v, cu, window=bad), "window")
+        refuses(partial(flamia.attention_varlen, q, k, v, cu, window=bad), "window")
     refuses(lambda: flamia.flash_attn_func(q[None], k[None], v[None], window_size=(-2, 0)), "window_size", "left", -2)
     assert validation.window_sides(False, None) == validation.window_sides(False, (-1, None)) == (-1, -1)
     assert validation.window_sides(True, (4, 9)) == validation.window_sides(True, [4, -1]) == (4, 0)

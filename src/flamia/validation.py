@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import torch
@@ -136,7 +137,7 @@ def check_offset_values(name: str, cu: Tensor, rows: int, longest: int | None = 
     values = cu.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
-    for i, (a, b) in enumerate(zip(values, values[1:])):
+    for i, (a, b) in enumerate(itertools.pairwise(values)):
         if b < a:
             raise ValueError(f"{name} must not decrease: entry {i} is {a}, entry {i + 1} is {b}")
         if longest is not None and b - a > longest:
