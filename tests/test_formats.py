@@ -46,7 +46,9 @@ def test_every_code_decodes_as_ml_dtypes_says():
     ours = decode(torch.from_numpy(codes), E4M3).numpy()
     assert np.array_equal(ours, codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32), equal_nan=True)
     codes = np.arange(16, dtype=np.uint8)
-    assert np.array_equal(decode(torch.from_numpy(codes), E2M1).numpy(), codes.view(ml_dtypes.float4_e2m1fn).astype("f4"))
+    assert np.array_equal(
+        decode(torch.from_numpy(codes), E2M1).numpy(), codes.view(ml_dtypes.float4_e2m1fn).astype("f4")
+    )
 
 
 def test_float32_inputs_between_the_codes_round_to_even():

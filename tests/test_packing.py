@@ -11,6 +11,10 @@ from flamia.packing import Documents, query_blocks, visible_pairs
 SIDES = list(itertools.product((None, 0, 5, 40, 100), (None, 0, 3, 70)))
 
 
+def inside(block, span):
+    return block >= span[0] and (span[1] is None or block < span[1])
+
+
 @pytest.mark.parametrize("left, right", SIDES)
 def test_key_and_full_blocks_are_those_of_the_dense_mask(left, right):
     block = 32
@@ -19,10 +23,9 @@ def test_key_and_full_blocks_are_those_of_the_dense_mask(left, right):
     for qb, kb in itertools.product(range(-2, 6), range(10)):
         query, key = (torch.arange(b * block, (b + 1) * block) for b in (qb, kb))
         seen = docs.visible(query, key)
-        inside = lambda span: kb >= span[0] and (span[1] is None or kb < span[1])  # noqa: E731
-        assert inside(docs.key_blocks(qb, block)) == bool(seen.any())
-        assert inside(docs.full_blocks(qb, block, "both")) == bool(seen.all())
-        assert inside(docs.full_blocks(qb, block, "right")) == bool(past.visible(query, key).all() and seen.any())
+        assert inside(kb, docs.key_blocks(qb, block)) == bool(seen.any())
+        assert inside(kb, docs.full_blocks(qb, block, "both")) == bool(seen.all())
+        assert inside(kb, docs.full_blocks(qb, block, "right")) == bool(past.visible(query, key).all() and seen.any())
         assert docs.full_blocks(qb, block, "none") == docs.key_blocks(qb, block)
 
 
@@ -35,9 +38,7 @@ def test_visible_pairs_of_the_published_examples():
 def test_visible_pairs_are_those_of_the_dense_mask(left, right):
     queries, keys = [0, 3, 50, 7, 90], [5, 1, 20, 60, 90]
     docs = documents(queries, left, right, keys)
-    dense = sum(
-        int(docs.visible(torch.arange(a) + b - a, torch.arange(b)).sum()) for a, b in zip(queries, keys)
-    )
+    dense = sum(int(docs.visible(torch.arange(a) + b - a, torch.arange(b)).sum()) for a, b in zip(queries, keys))
     assert visible_pairs(docs) == dense
 
 

@@ -11,13 +11,17 @@ from flamia.quantize import NVFP4_LARGEST, hadamard, quantize
 
 LENGTHS = [3, 0, 70, 1, 33, 128, 5]
 ROWS = sum(LENGTHS)
-CELLS = [f"{f}:{g}" for f in ("e4m3", "e2m1") for g in ("block", "token", "feature32", "stripe32", "stripe16", "tensor")]
+CELLS = [
+    f"{f}:{g}" for f in ("e4m3", "e2m1") for g in ("block", "token", "feature32", "stripe32", "stripe16", "tensor")
+]
 
 
 def ragged(rows=ROWS, heads=2, dim=40, seed=0):
     """Values whose magnitudes differ by token and feature, so that the group decides the code."""
     x = randn(rows, heads, dim, seed=seed).float()
-    return (x * torch.exp2(torch.randint(-9, 9, (rows, 1, dim), generator=torch.Generator().manual_seed(seed)))).bfloat16()
+    return (
+        x * torch.exp2(torch.randint(-9, 9, (rows, 1, dim), generator=torch.Generator().manual_seed(seed)))
+    ).bfloat16()
 
 
 def groups(geometry, dim):
@@ -106,7 +110,9 @@ def test_a_later_token_changes_an_earlier_one_inside_its_group_only():
         assert quantize(v, "e4m3:block", documents([64]), "k").values[0].unique().tolist() == [expected]
     harder = torch.zeros(64, 1, 16)
     harder[0], harder[16] = 1.125 * 2.0**-15, 1.0
-    assert quantize(harder, "e4m3:block", documents([64]), "k").values[0, 0, 0] / harder[0, 0, 0] == pytest.approx(8 / 9)
+    assert quantize(harder, "e4m3:block", documents([64]), "k").values[0, 0, 0] / harder[0, 0, 0] == pytest.approx(
+        8 / 9
+    )
     fp4 = torch.zeros(64, 1, 16)
     fp4[0] = 1.0
     read = lambda: quantize(fp4, "nvfp4:stripe16", documents([64]), "k").values[0, 0, 0].item()  # noqa: E731

@@ -79,7 +79,9 @@ def test_refusals_name_the_option_and_the_rule(options, message):
         Recipe(**options)
 
 
-@pytest.mark.parametrize("text", ["mxfp8/strict,lag", "mxfp8/strict,speed=9", "mxfp8/strict,rotate=yes", "mxfp8/strict,route=bf16"])
+@pytest.mark.parametrize(
+    "text", ["mxfp8/strict,lag", "mxfp8/strict,speed=9", "mxfp8/strict,rotate=yes", "mxfp8/strict,route=bf16"]
+)
 def test_bad_strings(text):
     with pytest.raises(ValueError):
         Recipe.parse(text)

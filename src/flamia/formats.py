@@ -68,7 +68,9 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     exponent = torch.where(magnitude == 0, fmt.emin, (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.emin))
     steps = magnitude * exp2_int(fmt.mantissa - exponent)  # in units of the spacing: 0 .. 2^(mantissa + 1) - 1
     biased = exponent - fmt.emin
-    code = (biased << fmt.mantissa) + steps.nan_to_num(0).to(exponent.dtype)  # a hidden bit in `steps` carries into the exponent
+    code = (biased << fmt.mantissa) + steps.nan_to_num(0).to(
+        exponent.dtype
+    )  # a hidden bit in `steps` carries into the exponent
     code = code | (torch.signbit(x).to(code.dtype) << (fmt.bits - 1))
     if fmt is E4M3:
         code = torch.where(value.isnan(), 0x7F, code)

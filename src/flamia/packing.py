@@ -91,7 +91,9 @@ def visible_pairs(documents: Documents) -> int:
         lk = k1 - k0
         position = torch.arange(q1 - q0, dtype=torch.int64) + lk - (q1 - q0)
         low = torch.zeros_like(position) if documents.left is None else (position - documents.left).clamp(min=0)
-        high = torch.full_like(position, lk) if documents.right is None else (position + documents.right + 1).clamp(max=lk)
+        high = (
+            torch.full_like(position, lk) if documents.right is None else (position + documents.right + 1).clamp(max=lk)
+        )
         total += int((high - low).clamp(min=0).sum())
     return total
 

@@ -62,7 +62,9 @@ class Quantized:
         return encode(self.units, E4M3 if self.bits == 8 else E2M1)
 
 
-def quantize(x: Tensor, cell: str, documents: Documents, side: str, scale_rule: str = "ceil", block: int = 128) -> Quantized:
+def quantize(
+    x: Tensor, cell: str, documents: Documents, side: str, scale_rule: str = "ceil", block: int = 128
+) -> Quantized:
     """Encode a packed tensor.
 
     x: (T, H, D), any float dtype, finite; side: "q" or "k", whose offsets and positions hold. cell: "format:geometry" of

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 ROUTES = ("mxfp8", "nvfp4_fp8", "nvfp4", "mxfp8_scores", "bf16")
 SAFETIES = ("strict", "fold", "fast")
@@ -179,7 +179,9 @@ class Recipe:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
         if self.frontier_block < 32 or self.frontier_block % 32:
-            raise ValueError(f"frontier_block={self.frontier_block}: it must be a positive multiple of 32, the group size")
+            raise ValueError(
+                f"frontier_block={self.frontier_block}: it must be a positive multiple of 32, the group size"
+            )
         if self.lag < 0:
             raise ValueError(f"lag={self.lag}: a reference cannot lead the row maximum; use 0 or more")
         for name, cell in self.cells:
@@ -195,7 +197,9 @@ class Recipe:
         if self.scale_rule == "floor" and low & {"e2m1", "nvfp4"}:
             raise ValueError("scale_rule='floor' clips a quarter of E2M1's range: FP4 formats take 'ceil' only")
         if self.rotate and not any(cell.split(":")[0] != "bf16" for cell in (self.full.s_q, self.full.s_k)):
-            raise ValueError(f"rotate=True: the scores of route {self.route!r} have 16 bits; there is nothing to rotate for")
+            raise ValueError(
+                f"rotate=True: the scores of route {self.route!r} have 16 bits; there is nothing to rotate for"
+            )
         if self.e_format != "e4m3" and self.route != "mxfp8_scores":
             raise ValueError(f"e_format={self.e_format!r} is an option of route 'mxfp8_scores', not of {self.route!r}")
         if self.safety == "strict" and self.dq_accumulator != "fp32":
@@ -205,7 +209,9 @@ class Recipe:
         if self.u_range != "block" and not {self.full.dq_u, self.full.dk_u} & {"e4m3:row", "e4m3:column"}:
             raise ValueError(f"u_range={self.u_range!r}: {self.route}/{self.safety} has no row or column scales on U")
         if self.dv_scale != "column" and not (self.safety == "strict" and self.full.dv_p == "e4m3:relative"):
-            raise ValueError(f"dv_scale={self.dv_scale!r} is an option of strict E4M3 routes, not of {self.route}/{self.safety}")
+            raise ValueError(
+                f"dv_scale={self.dv_scale!r} is an option of strict E4M3 routes, not of {self.route}/{self.safety}"
+            )
 
     @property
     def full(self) -> Operands:
@@ -258,7 +264,9 @@ def _check_cell(name: str, cell: str) -> None:
     fmt, _, geometry = cell.partition(":")
     geometries = WEIGHT_GEOMETRIES if bare in WEIGHTS else TENSOR_GEOMETRIES
     if fmt not in TENSOR_FORMATS or geometry not in geometries:
-        raise ValueError(f"{name}={cell!r}: formats are {', '.join(TENSOR_FORMATS)}; geometries are {', '.join(geometries)}")
+        raise ValueError(
+            f"{name}={cell!r}: formats are {', '.join(TENSOR_FORMATS)}; geometries are {', '.join(geometries)}"
+        )
     sixteen = ("keys16", "queries16") if bare in WEIGHTS else ("feature16", "stripe16")
     if (fmt == "bf16") != (geometry == "none") or (fmt == "nvfp4") != (geometry in sixteen):
         raise ValueError(f"{name}={cell!r}: bf16 goes with 'none' alone, nvfp4 with {' and '.join(sixteen)} alone")
@@ -275,11 +283,13 @@ def _preset(route: str, safety: str, options: dict) -> Recipe:
     return Recipe(**{"route": route, "safety": safety, **defaults, **options})
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tables(recipe: Recipe) -> tuple[Operands, Operands]:
     full, frontier = _route_tables(recipe)
     changes = {name: cell for name, cell in recipe.cells if not name.startswith("frontier.")}
-    frontier_changes = {name.removeprefix("frontier."): cell for name, cell in recipe.cells if name.startswith("frontier.")}
+    frontier_changes = {
+        name.removeprefix("frontier."): cell for name, cell in recipe.cells if name.startswith("frontier.")
+    }
     same = full == frontier
     full = dataclasses.replace(full, **changes)
     frontier = full if same else frontier
@@ -339,8 +349,16 @@ CONTROLS: dict[str, Recipe] = {
     "v_stripes_floor": Recipe.fast(
         dq_accumulator="fp32",
         scale_rule="floor",
-        cells=(("s_q", "e4m3:feature32"), ("s_k", "e4m3:feature32"), ("o_v", "e4m3:stripe32"), ("e_g", "e4m3:feature32"),
-               ("e_v", "e4m3:feature32"), ("dv_g", "e4m3:stripe32"), ("dq_k", "e4m3:stripe32"), ("dk_q", "e4m3:stripe32")),  # fmt: skip
+        cells=(
+            ("s_q", "e4m3:feature32"),
+            ("s_k", "e4m3:feature32"),
+            ("o_v", "e4m3:stripe32"),
+            ("e_g", "e4m3:feature32"),
+            ("e_v", "e4m3:feature32"),
+            ("dv_g", "e4m3:stripe32"),
+            ("dq_k", "e4m3:stripe32"),
+            ("dk_q", "e4m3:stripe32"),
+        ),
     ),
     "k_centered": Recipe.strict("mxfp8_scores", center_k="document"),
     "k_centered_call": Recipe.strict("mxfp8_scores", center_k="call"),

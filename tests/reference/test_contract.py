@@ -55,7 +55,9 @@ def test_prefix_and_truncate(recipe, length, data):
     left = data.draw(st.sampled_from([None, 40, 200]))
     x = small_prefix(length, seed=length)
     base = run(*x, documents([length], left), recipe)
-    changed = run(*(disturb(t, torch.arange(cut, length), cut + i) for i, t in enumerate(x)), documents([length], left), recipe)
+    changed = run(
+        *(disturb(t, torch.arange(cut, length), cut + i) for i, t in enumerate(x)), documents([length], left), recipe
+    )
     shorter = run(*(t[:cut] for t in x), documents([cut], left), recipe)
     for other in (changed, shorter):
         assert same_bits(base[0][:cut], other[0][:cut])  # o

@@ -33,7 +33,8 @@ class Gradients:
 
     def add(self, block: Block, p: Tensor, u: Tensor) -> dict[str, Tensor]:
         """Add one block of queries; returns the rounded weights by cell name, for diagnostics."""
-        problem, weights = self.problem, {}
+        problem = self.problem
+        weights: dict[str, Tensor] = {}
         dq = [torch.zeros_like(block.queries(self.dq)) for _ in range(2)]  # given and rotated basis
         row_carry: Tensor | None = None
         for segment in block.segments:
@@ -79,7 +80,9 @@ class Gradients:
         size = self.problem.recipe.frontier_block
         start = block.key_rows.start + segment.start
         nothing = torch.full_like(x[..., :1, :size], -(2**20), dtype=torch.int32)
-        parts = [self.column.get(("dk_u", start + n * size), nothing) for n in range((segment.stop - segment.start) // size)]
+        parts = [
+            self.column.get(("dk_u", start + n * size), nothing) for n in range((segment.stop - segment.start) // size)
+        ]
         return torch.cat(parts, -1)
 
     def _add_dq(self, block: Block, dq: Tensor, u: Tensor, k: Tensor) -> Tensor:

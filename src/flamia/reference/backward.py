@@ -46,7 +46,9 @@ def backward(
         if not block.keys:
             continue
         p = probabilities(block, lse)
-        e = torch.cat([_rows_times(block.read("e_g", s), block.read("e_v", s).transpose(-1, -2)) for s in block.segments], -1)
+        e = torch.cat(
+            [_rows_times(block.read("e_g", s), block.read("e_v", s).transpose(-1, -2)) for s in block.segments], -1
+        )
         d = delta(block, p, e, o, residual)
         if dlse is not None:
             d = d - block.queries(dlse.t().to(torch.float64))[..., None]

@@ -122,7 +122,11 @@ class Block:
         full_low = min(max(full_low, low), high)
         full_high = high if full_high is None else min(max(full_high, full_low), high)
         table, frontier = problem.recipe.full, problem.recipe.frontier
-        runs = [(low, full_low, frontier, False), (full_low, full_high, table, True), (full_high, high, frontier, False)]
+        runs = [
+            (low, full_low, frontier, False),
+            (full_low, full_high, table, True),
+            (full_high, high, frontier, False),
+        ]
         self.segments = [Segment((a - low) * size, (b - low) * size, t, f) for a, b, t, f in runs if b > a]
         # whether the *nominal* plan has a full pair, whatever the document's length: decides how G is read
         nominal_low, nominal_high = documents.full_blocks(number, size, sides)
