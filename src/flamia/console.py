@@ -1,7 +1,7 @@
 """Progress and complaints, for people and for logs.
 
-Progress goes to standard error, so that standard output stays what a command was asked for: a bar on a terminal,
-elsewhere one plain line every few seconds and one at the end. ``require`` is how a command says which extra it needs.
+Progress goes to standard error, so that standard output stays what a command was asked for: bars on a terminal,
+elsewhere plain lines every few seconds and one at each end. ``require`` is how a command says which extra it needs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, TextIO
 
@@ -27,41 +28,60 @@ def require(name: str) -> ModuleType:
         raise MissingExtra(f"this needs {error.name}, which is not installed: pip install 'flamia[cli]'") from None
 
 
-class Progress:
-    """``with Progress("audit", 12) as progress: progress.update(3, "mxfp8/strict")``."""
+@dataclass
+class Lane:
+    """One piece of work: a bar, or lines that begin with its title."""
 
-    def __init__(self, title: str, total: int, *, stream: TextIO | None = None, every: float = 5.0) -> None:
-        self.title, self.total, self.every = title, total, every
+    progress: Progress
+    title: str
+    said: float
+    finished: bool = False
+    bar: Any = None
+
+    def update(self, done: int, total: int, note: str = "") -> None:
+        self.progress.show(self, done, total, note)
+
+
+class Progress:
+    """``with Progress() as progress: lane = progress.lane("audit"); lane.update(3, 12, "mxfp8/strict")``."""
+
+    def __init__(self, *, stream: TextIO | None = None, every: float = 5.0) -> None:
+        self.every = every
         self.stream = stream or sys.stderr
-        self._bar: Any = None
-        self._task: Any = None
-        self._said = time.monotonic()
+        self._bars: Any = None
 
     def __enter__(self) -> Progress:
         if self.stream.isatty():
             rich = require("rich.progress")
             console = require("rich.console").Console(file=self.stream)
-            self._bar = rich.Progress(
+            self._bars = rich.Progress(
                 rich.TextColumn("{task.description}", style="bold"),
-                rich.BarColumn(bar_width=32),
+                rich.BarColumn(bar_width=24),
                 rich.MofNCompleteColumn(),
+                rich.TimeElapsedColumn(),
                 rich.TextColumn("{task.fields[note]}"),
-                rich.TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task(self.title, total=self.total, note="")
-            self._bar.start()
+            self._bars.start()
         return self
 
-    def update(self, done: int, note: str = "") -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, note=note)
-        elif done >= self.total or time.monotonic() - self._said >= self.every:
-            self._said = time.monotonic()
-            print(f"{self.title}  {done}/{self.total}  {note}".rstrip(), file=self.stream, flush=True)
+    def lane(self, title: str) -> Lane:
+        lane = Lane(self, title, said=time.monotonic())
+        if self._bars is not None:
+            lane.bar = self._bars.add_task(title, total=None, note="")
+        return lane
+
+    def show(self, lane: Lane, done: int, total: int, note: str) -> None:
+        if self._bars is not None:
+            self._bars.update(lane.bar, completed=done, total=total, note=note)
+            return
+        ending = done >= total and not lane.finished
+        if ending or time.monotonic() - lane.said >= self.every:
+            lane.said, lane.finished = time.monotonic(), done >= total
+            print(f"{lane.title}  {done}/{total}  {note}".rstrip(), file=self.stream, flush=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._bars is not None:
+            self._bars.stop()

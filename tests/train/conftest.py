@@ -5,7 +5,7 @@ import torch
 
 from flamia.train import Shape, TrainConfig, load_corpus
 
-WORDS = "the query reads the key and the value answers while a future token waits behind the mask".split()
+SENTENCE = "the query reads the key and the value answers while a future token waits behind the mask"
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +19,13 @@ def one_thread():
 
 @pytest.fixture
 def corpus(tmp_path):
+    words = SENTENCE.split()
     generator = torch.Generator().manual_seed(0)
     folder = tmp_path / "text"
     folder.mkdir()
     for index in range(40):
-        chosen = torch.randint(len(WORDS), (60,), generator=generator).tolist()
-        (folder / f"{index:02}.txt").write_text(" ".join(WORDS[i] for i in chosen))
+        chosen = torch.randint(len(words), (60,), generator=generator).tolist()
+        (folder / f"{index:02}.txt").write_text(" ".join(words[i] for i in chosen))
     return load_corpus(folder, validation=0.2)
 
 

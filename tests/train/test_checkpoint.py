@@ -34,7 +34,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
     torch.save({"step": 1}, tmp_path / "step-2.pt")
     with pytest.raises(ValueError, match="does not exist"):
         checkpoint.load(tmp_path / "step-3.pt")
-    with pytest.raises(ValueError, match="step-1.pt cannot be read"):
+    with pytest.raises(ValueError, match=r"step-1\.pt cannot be read"):
         checkpoint.load(tmp_path / "step-1.pt")
     with pytest.raises(ValueError, match="lacks config, model"):
         checkpoint.load(tmp_path / "step-2.pt")

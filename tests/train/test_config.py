@@ -1,6 +1,7 @@
 """The schedule, and what a configuration refuses."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -13,15 +14,15 @@ def test_the_rate_climbs_to_its_peak_and_falls_to_its_final_share(decay):
     rates = [config.rate(step) for step in range(config.steps)]
     assert rates[0] == pytest.approx(0.05) and rates[9] == pytest.approx(0.5) == pytest.approx(max(rates))
     assert rates[-1] == pytest.approx(0.1)
-    assert all(a < b for a, b in zip(rates[:9], rates[1:10]))
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:]))
+    assert all(a < b for a, b in pairwise(rates[:10]))
+    assert all(a >= b for a, b in pairwise(rates[10:]))
     middle = rates[10 + (100 - 10) // 2]
     assert middle == pytest.approx(0.3)
 
 
 def test_a_line_is_a_line():
     rates = [TrainConfig(steps=50, warmup=0, decay="linear").rate(step) for step in range(50)]
-    steps = [a - b for a, b in zip(rates, rates[1:])]
+    steps = [a - b for a, b in pairwise(rates)]
     assert max(steps) == pytest.approx(min(steps))
 
 

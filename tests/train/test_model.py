@@ -20,7 +20,11 @@ def test_the_same_seed_gives_the_same_weights():
     a, b, c = Decoder(SHAPE, 3), Decoder(SHAPE, 3), Decoder(SHAPE, 4)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
     assert not torch.equal(a.head.weight, c.head.weight)
-    assert a.size == sum(x.numel() for x in a.parameters()) == 2 * 256 * 32 + 2 * (32 * 128 + 64 * 32 + 3 * 32 * 48 + 64) + 32
+    assert (
+        a.size
+        == sum(x.numel() for x in a.parameters())
+        == 2 * 256 * 32 + 2 * (32 * 128 + 64 * 32 + 3 * 32 * 48 + 64) + 32
+    )
 
 
 def test_the_first_loss_is_that_of_guessing():
@@ -41,7 +45,11 @@ def test_the_loss_is_over_all_bytes_but_the_last_of_each_document():
     parts = documents(40, 25)
     logits = [model(pack([part]), attend) for part in parts]
     expected = torch.stack(
-        [F.cross_entropy(row, target) for part, rows in zip(parts, logits) for row, target in zip(rows[:-1], part[1:].long())]
+        [
+            F.cross_entropy(row, target)
+            for part, rows in zip(parts, logits)
+            for row, target in zip(rows[:-1], part[1:].long())
+        ]
     ).mean()
     batch = pack(parts)
     assert (batch.targets == IGNORED).sum() == 2

@@ -40,7 +40,8 @@ def list_all(folder: Path) -> list[Path]:
     """The complete checkpoints in ``folder``, oldest step first."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if NAME.fullmatch(p.name)), key=lambda p: int(NAME.fullmatch(p.name)[1]))
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
 
 
 def latest(folder: Path) -> Path | None:

@@ -1,6 +1,6 @@
 """What a training run is: everything that decides its numbers, in one value that a checkpoint carries.
 
-``PRESETS["tiny"]`` learns something in about half a minute on two CPU cores; ``PRESETS["study"]`` is the leak study of
+``PRESETS["tiny"]`` learns something in about a minute on a CPU core; ``PRESETS["study"]`` is the leak study of
 the paper (six layers, width 1024, bytes) and wants a GPU.
 """
 
@@ -21,8 +21,8 @@ class TrainConfig:
     recipe: str = "mxfp8/strict"
     backend: str = "auto"
     context: int = 512
-    tokens: int = 2048
-    steps: int = 200
+    tokens: int = 1024
+    steps: int = 240
     learning_rate: float = 3e-3
     final_rate: float = 0.1
     """Share of the learning rate left at the last step."""
@@ -33,8 +33,8 @@ class TrainConfig:
     beta2: float = 0.95
     clip: float = 1.0
     seed: int = 0
-    evaluate_every: int = 50
-    evaluate_batches: int = 4
+    evaluate_every: int = 60
+    evaluate_batches: int = 8
     save_every: int = 0
     """Steps between checkpoints; 0 saves only the last."""
 

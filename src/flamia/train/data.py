@@ -118,8 +118,9 @@ class Batch:
     lengths: tuple[int, ...]
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = (x.to(device, non_blocking=True) for x in (self.tokens, self.targets, self.positions, self.cu_seqlens))
-        return Batch(*moved, self.lengths)
+        tensors = (self.tokens, self.targets, self.positions, self.cu_seqlens)
+        tokens, targets, positions, cu_seqlens = (x.to(device, non_blocking=True) for x in tensors)
+        return Batch(tokens, targets, positions, cu_seqlens, self.lengths)
 
 
 def pack(documents: list[Tensor]) -> Batch:

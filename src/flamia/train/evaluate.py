@@ -36,8 +36,9 @@ def attention_for(recipe: str, backend: str = "auto") -> Attend:
     parsed = flamia.Recipe.parse(recipe)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        # The stream made the offsets, so checking their values (a wait for a GPU) would find nothing.
-        return flamia.attention_varlen(q, k, v, cu_seqlens, causal=True, recipe=parsed, backend=backend)
+        o = flamia.attention_varlen(q, k, v, cu_seqlens, causal=True, recipe=parsed, backend=backend)
+        assert isinstance(o, torch.Tensor)  # a pair only with return_lse
+        return o
 
     return attend
 
@@ -85,6 +86,20 @@ def gap(model: Decoder, batches: Sequence[Batch], own: Attend, exact: Attend) ->
     return Gap(mean(first), mean(second), centre, math.sqrt(spread / count), count)
 
 
+def load_model(path: Path, corpus: Corpus) -> tuple[TrainConfig, Decoder]:
+    """The configuration and the model of a checkpoint that was trained on ``corpus``.
+
+    No other corpus will do: only on its own is the validation side known to be unseen.
+    """
+    content = checkpoint.load(path)
+    if corpus.fingerprint != content["corpus"]:
+        raise ValueError(f"{path} was trained on other data than {corpus.source}; give the same --data")
+    config = TrainConfig.from_dict(content["config"])
+    model = Decoder(config.shape, config.seed)
+    model.load_state_dict(content["model"])
+    return config, model
+
+
 def judge_checkpoint(
     path: Path,
     corpus: Corpus,
@@ -96,15 +111,9 @@ def judge_checkpoint(
 ) -> tuple[str, Gap]:
     """Load ``path`` and measure its gap on ``batches`` validation batches; returns the recipe used and the gap.
 
-    ``recipe`` None is the one that it was trained with. The corpus must be the one it was trained on: only then is the
-    validation side known to be unseen.
+    ``recipe`` None is the one that it was trained with.
     """
-    content = checkpoint.load(path)
-    config = TrainConfig.from_dict(content["config"])
-    if corpus.fingerprint != content["corpus"]:
-        raise ValueError(f"{path} was trained on other data than {corpus.source}; give the same --data")
-    model = Decoder(config.shape, config.seed)
-    model.load_state_dict(content["model"])
+    config, model = load_model(path, corpus)
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     own = recipe or config.recipe
     held_out = validation_batches(corpus, tokens=config.tokens, context=config.context, count=batches)

@@ -129,7 +129,7 @@ class Run:
         trained = [record["loss"] for record in self.records if "loss" in record]
         return {
             "recipe": self.config.recipe,
-            "steps": trained and max(r["step"] for r in self.records) or 0,
+            "steps": max((record["step"] for record in self.records), default=0),
             "parameters": self.parameters,
             "seconds": round(self.seconds, 2),
             "final_training_loss": mean(trained[-20:]) if trained else None,
@@ -157,7 +157,7 @@ def train(
     trainer = Trainer(config, corpus, device=device, attend=attend)
     run = Run(config, parameters=trainer.model.size)
     newest = checkpoint.latest(folder) if folder and resume else None
-    if newest:
+    if folder and newest:
         trainer.restore(newest)
         run.records = [record for record in read_log(folder / "log.jsonl") if record["step"] <= trainer.step]
     with log_to(folder, run.records) as write:

@@ -54,8 +54,8 @@ def loss_curves(runs: Sequence[Run], baseline: str = "bf16/strict") -> Any:
         window = max(1, len(values) // 25)
         left.plot(steps, smoothed(values, window), color=colour, linewidth=1.6, label=run.config.recipe)
         left.plot(*run.series("validation"), color=colour, marker="o", markersize=4, linestyle="none")
-        if paired and run is not reference:
-            base = dict(zip(*reference.series("loss"), strict=True))
+        if paired and reference is not None and run is not reference:
+            base: dict[int, float] = dict(zip(*reference.series("loss"), strict=True))
             shared = [(step, value - base[step]) for step, value in zip(steps, values, strict=True) if step in base]
             difference = smoothed([value for _, value in shared], window)
             rest[0].plot([step for step, _ in shared], difference, color=colour, linewidth=1.4, label=run.config.recipe)

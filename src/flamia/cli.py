@@ -1,0 +1,353 @@
+"""The command line: ``flamia info | audit | train | evaluate | accuracy | demo``.
+
+Every command takes ``--json``; then standard output holds one JSON document and nothing else, while progress and
+complaints go to standard error. What flamia itself refuses is one line without a traceback and exit code 2; a bug keeps
+its traceback. ``flamia audit`` answers with its exit code: 0 clean, 1 leak, 2 could not judge.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(f"flamia: the command line needs {error.name}: pip install 'flamia[cli]'") from None
+
+from flamia.console import Lane, MissingExtra, Progress, require
+from flamia.recipe import CONTROLS, Recipe
+
+app = typer.Typer(
+    help="8- and 4-bit attention that trains and cannot see the future.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Recipes = Annotated[
+    list[str] | None,
+    typer.Option("--recipe", "-r", help='A recipe such as "mxfp8/strict", or the name of a control; may be repeated.'),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="A text file or a folder of them; by default Python's own standard library."),
+]
+Device = Annotated[str | None, typer.Option(help='"cpu" or "cuda"; by default the GPU if there is one.')]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
+Seed = Annotated[int, typer.Option(help="Seed of inputs, weights and data order.")]
+
+
+def recipe_text(text: str) -> str:
+    """The canonical string of a recipe, or of the control of that name."""
+    return str(CONTROLS[text] if text in CONTROLS else Recipe.parse(text))
+
+
+def emit(value: Any) -> None:
+    """One JSON document on standard output; NaN and infinity, which JSON does not know, become null."""
+    print(json.dumps(finite(value), indent=2, allow_nan=False))
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return None
+    return value
+
+
+def set_threads(threads: int) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+@app.command()
+def info(as_json: JsonFlag = False) -> None:
+    """Versions, devices, and which recipe runs on which backend here, or why not."""
+    from flamia.info import collect
+
+    facts = collect()
+    if as_json:
+        emit(facts)
+        return
+    console = Console()
+    for name, version in facts["versions"].items():
+        console.print(f"[bold]{name:>8}[/]  {version or 'not installed'}", highlight=False)
+    for device in facts["devices"]:
+        details = ", ".join(f"{key} {value}" for key, value in device.items() if key not in ("device", "name"))
+        console.print(f"[bold]{device['device']:>8}[/]  {escape(device['name'])} ({details})", highlight=False)
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    grid.add_column("recipe", no_wrap=True)
+    for backend in facts["recipes"][0]["backends"]:
+        grid.add_column(backend)
+    grid.add_column("promises")
+    for row in facts["recipes"]:
+        grid.add_row(row["recipe"], *map(escape, row["backends"].values()), " ".join(row["claims"]))
+    console.print()
+    console.print(grid)
+
+
+@app.command()
+def train(
+    recipe: Recipes = None,
+    preset: Annotated[str, typer.Option(help='"tiny" (CPU) or "study" (GPU, the leak study).')] = "tiny",
+    data: Data = None,
+    out: Annotated[Path, typer.Option(help="Folder for logs, checkpoints and the picture.")] = Path("out/train"),
+    steps: Annotated[int | None, typer.Option(min=1)] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Bytes per batch.")] = None,
+    context: Annotated[int | None, typer.Option(min=2, help="Longest document.")] = None,
+    learning_rate: Annotated[float | None, typer.Option()] = None,
+    warmup: Annotated[int | None, typer.Option(min=0)] = None,
+    decay: Annotated[str | None, typer.Option(help='"cosine" or "linear".')] = None,
+    seed: Seed = 0,
+    evaluate_every: Annotated[int | None, typer.Option(min=0)] = None,
+    save_every: Annotated[int | None, typer.Option(min=0, help="0 saves the last step only.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue from the newest checkpoint in --out.")] = False,
+    backend: Annotated[str, typer.Option(help='"auto", "reference" or "hopper".')] = "auto",
+    device: Device = None,
+    threads: Threads = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a byte model with one or several recipes on the same batches, and judge each through exact attention."""
+    from flamia import train as room
+    from flamia.train import plots
+
+    set_threads(threads)
+    changes = {
+        "steps": steps, "tokens": tokens, "context": context, "learning_rate": learning_rate, "warmup": warmup,
+        "decay": decay, "seed": seed, "evaluate_every": evaluate_every, "save_every": save_every, "backend": backend,
+    }  # fmt: skip
+    configs = [room.preset(preset, recipe=recipe_text(text), **changes) for text in recipe or ["mxfp8/strict"]]
+    corpus = room.load_corpus(data)
+    print(corpus, file=sys.stderr)
+    runs = []
+    for config in configs:
+        with Progress() as progress:
+            lane = progress.lane(config.recipe)
+
+            def show(record: dict[str, Any], lane: Lane = lane, total: int = config.steps) -> None:
+                lane.update(record["step"], total, f"loss {record['loss']:.3f}")
+
+            folder = out / folder_name(config.recipe)
+            runs.append(room.train(config, corpus, folder, device=device, resume=resume, on_step=show))
+    plots.save(plots.loss_curves(runs), out / "losses.png")
+    summaries = [run.summary() for run in runs]
+    if as_json:
+        emit(summaries)
+        return
+    for run in runs:
+        ending = f"diverged at step {run.diverged_at}" if run.diverged_at else str(run.gap)
+        print(f"{run.config.recipe}: {run.parameters:,} parameters, {run.seconds:.1f} s; {ending}")
+    print(f"curves: {out / 'losses.png'}")
+
+
+def folder_name(recipe: str) -> str:
+    return recipe.replace("/", "-").replace(",", "_").replace(":", "-")
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A step-*.pt file.")],
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Default: the one it was trained with.")] = None,
+    data: Data = None,
+    batches: Annotated[int, typer.Option(min=2)] = 16,
+    backend: Annotated[str, typer.Option(help='"auto", "reference" or "hopper".')] = "auto",
+    device: Device = None,
+    threads: Threads = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Validate a checkpoint through its own attention and through exact attention, and print the gap."""
+    from flamia.train import load_corpus
+    from flamia.train.evaluate import judge_checkpoint
+
+    set_threads(threads)
+    text = recipe_text(recipe) if recipe else None
+    own, found = judge_checkpoint(
+        checkpoint, load_corpus(data), recipe=text, batches=batches, backend=backend, device=device
+    )
+    if as_json:
+        emit({"checkpoint": str(checkpoint), "recipe": own, "gap": asdict(found)})
+    else:
+        print(f"{own}: {found}")
+
+
+@app.command()
+def accuracy(
+    recipe: Recipes = None,
+    inputs: Annotated[list[str] | None, typer.Option(help="gaussian, peaked, sink, outlier_channels.")] = None,
+    tokens: Annotated[int, typer.Option(min=2)] = 1024,
+    heads: Annotated[int, typer.Option(min=1)] = 2,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 1,
+    head_dim: Annotated[int, typer.Option(min=1, max=256)] = 128,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Errors against float64 attention, row residuals, and what rounding zeroes or clips, for each recipe."""
+    from flamia.accuracy import INPUTS, RECIPES, measure_all, table
+
+    set_threads(threads)
+    recipes = [recipe_text(text) for text in recipe or RECIPES]
+    kinds = inputs or list(INPUTS)
+    results = []
+    with Progress() as progress:
+        lane = progress.lane("accuracy")
+        sizes = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "seed": seed}
+        for result in measure_all(recipes, kinds, **sizes):
+            results.append(result)
+            lane.update(len(results), len(recipes) * len(kinds), f"{result.inputs} {result.recipe}")
+    if as_json:
+        emit([result.to_dict() for result in results])
+    else:
+        print_wide(table(results))
+
+
+@app.command()
+def audit(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="module:function to audit; without it, this library's own presets and its known leaks."),
+    ] = None,
+    recipe: Recipes = None,
+    effort: Annotated[
+        str | None,
+        typer.Option(help="spot, brief, quick, normal or thorough; default: quick for a function, brief for presets."),
+    ] = None,
+    layout: Annotated[str, typer.Option(help='"packed": fn(q, k, v, cu_seqlens); "batched": fn(q, k, v).')] = "packed",
+    causal: Annotated[bool, typer.Option(help="What the function is meant to mask.")] = True,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 2,
+    head_dim: Annotated[int, typer.Option(min=1, max=256)] = 32,
+    claim: Annotated[
+        list[str] | None,
+        typer.Option(help="A contract that counts; may be repeated. Default: all but mask, nonfinite and mass."),
+    ] = None,
+    device: Annotated[str, typer.Option()] = "cpu",
+    seed: Seed = 0,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with heat maps.")] = None,
+    threads: Threads = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Can an attention see the future, or other documents? Exit code 0 clean, 1 leak, 2 could not judge."""
+    from flamia.audit import RecipeAudit, Report, audit_callable, audit_recipes
+
+    set_threads(threads)
+    if target is not None and recipe:
+        raise typer.BadParameter("give either module:function or --recipe, not both")
+    report: Report | RecipeAudit
+    if target is not None:
+        report = audit_callable(
+            load_function(target), layout=layout, causal=causal, heads=(heads, kv_heads), head_dim=head_dim,
+            claims=claim or None, effort=effort or "quick", seed=seed, device=device, name=target,
+            progress=sys.stderr.isatty() and not as_json,
+        )  # fmt: skip
+    else:
+        with Progress() as progress:
+            report = audit_recipes(
+                recipe or None, effort=effort or "brief", head_dim=head_dim, seed=seed, device=device,
+                progress=progress.lane("audit").update,
+            )  # fmt: skip
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        report.to_html(html)
+    if as_json:
+        print(report.to_json())
+    else:
+        print_wide(report)
+    raise typer.Exit(report.exit_code)
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The object that "module:name" means; modules in the current folder are found too."""
+    module, colon, name = target.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"target = {target!r}: write it as module:function, for example mypackage.attention:forward")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"target = {target!r}: there is no module {error.name!r} here") from None
+    finally:
+        sys.path.pop(0)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"target = {target!r}: {module} has no {name!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"target = {target!r}: {name} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for report.html, checkpoints and logs.")] = Path("out"),
+    data: Data = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Little of everything: does it run here at all?")] = False,
+    processes: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Audit all presets, train a small model with three recipes, measure accuracy, and write one page about it.
+
+    The exit code is the audit's: 0 clean, 1 leak, 2 could not judge.
+    """
+    from flamia import demo as room
+
+    for needed in ("jinja2", "matplotlib"):
+        require(needed)  # now, not after three minutes of work
+    found = room.run(out, data=data, size=room.QUICK if quick else room.FULL, processes=processes or None)
+    page = out / "report.html"
+    page.write_text(room.render(found), encoding="utf-8")
+    if as_json:
+        emit(found.summary() | {"report": str(page)})
+    else:
+        print_wide(found.audit)
+        for run in found.runs:
+            print(f"{run.config.recipe}: {run.gap or f'diverged at step {run.diverged_at}'}")
+        for name, text in found.text:
+            print(f"{name} on real text: {text.moved} of {text.watched} earlier predictions moved")
+        print(f"{found.seconds['total']:.0f} s; report: {page}")
+    raise typer.Exit(found.exit_code)
+
+
+def print_wide(value: Any) -> None:
+    """Print a rich value; into a pipe wide enough for any table, since one cut to 80 columns is unreadable."""
+    Console(width=None if sys.stdout.isatty() else 200).print(value)
+
+
+def refused(error: BaseException) -> bool:
+    """Whether flamia itself said no: the innermost frame is in this package. Anything else is a bug."""
+    if isinstance(error, MissingExtra):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).resolve().parent)
+    return (
+        isinstance(error, ValueError) and bool(frames) and str(Path(frames[-1].filename).resolve()).startswith(package)
+    )
+
+
+def main() -> None:
+    """Run the command line; refusals are one line on standard error and exit code 2."""
+    try:
+        app()
+    except (ValueError, MissingExtra) as error:
+        if not refused(error):
+            raise
+        print(f"flamia: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("flamia: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
