@@ -112,20 +112,48 @@ def test_offsets_edited_between_forward_and_backward_are_noticed():
         o.sum().backward()
 
 
-def test_gradients_that_are_not_wanted_are_not_asked_of_the_backend(monkeypatch):
-    seen = []
+@pytest.fixture
+def room(monkeypatch):
+    """A backend that records what it is given; the test sets HANDLES, and the reference does the work."""
+    room = types.ModuleType("room")
+    room.HANDLES, room.seen = frozenset(), []
 
-    def backward(do, dlse, q, k, v, *rest, wanted):
-        seen.append(wanted)
-        return flamia_backward(do, dlse, q, k, v, *rest)
+    def forward(*args):
+        room.seen.append(args)
+        return flamia.reference.forward(*args)
 
-    flamia_backward = flamia.reference.backward
-    monkeypatch.setattr(flamia.reference, "backward", backward)
+    def backward(*args, **choice):
+        room.seen.append((*args, choice))
+        return flamia.reference.backward(*args)
+
+    room.forward, room.backward = forward, backward
+    monkeypatch.setitem(sys.modules, "room", room)
+    monkeypatch.setitem(ops.BACKENDS, "reference", "room")
+    return room
+
+
+def test_gradients_that_are_not_wanted_are_not_asked_of_a_backend_that_can_leave_them_out(room):
     q, k, v = inputs()
-    k.requires_grad_()
-    attend(q, k, v)[0].sum().backward()
-    attend(q.requires_grad_(), k, v)[0].sum().backward()
-    assert seen == [(False, True, False), (True, True, False)]
+    for handles, expected in ((frozenset(), {}), ({"subset"}, {"wanted": (False, True, False)})):
+        room.HANDLES = handles
+        o, _ = attend(q, k.detach().requires_grad_(), v)
+        room.seen.clear()
+        o.sum().backward()
+        assert [args[-1] for args in room.seen] == [expected]
+
+
+def test_backends_get_what_they_do_not_handle_themselves(room):
+    """Strides and bad offsets reach a backend only if it says that it handles them."""
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs())
+    cu = torch.tensor([0, 3, 2, 44], dtype=torch.int32)
+    flamia.attention_varlen(q, k, v, cu, check_offsets=False)
+    assert all(x.is_contiguous() for x in room.seen[-1][:3])
+    assert room.seen[-1][3].cu_q.tolist() == [0, 3, 3, 44]
+    room.HANDLES = {"strides", "offsets"}
+    room.forward = lambda *args: room.seen.append(args) or (q.new_empty(46, 4, 8), torch.empty(4, 46), q.new_empty(0))
+    flamia.attention_varlen(q, k, v, cu, check_offsets=False)
+    assert room.seen[-1][0] is not None and not room.seen[-1][0].is_contiguous()
+    assert room.seen[-1][3].cu_q.tolist() == [0, 3, 2, 44]
 
 
 # --------------------------------------------------------------------------------------------------------- compilation

@@ -14,18 +14,16 @@ backend by its name, and documents as their offsets. `offsets` says what may be 
 library made them), "checked" (read and checked here; a wait on a device), "clamped" (made harmless without reading).
 
 Backends answer two calls (see `reference`): forward(q, k, v, documents, recipe, scale) -> (o, lse, residual) and
-backward(do, dlse, q, k, v, o, lse, residual, documents, recipe, scale) -> (dq, dk, dv). One that can leave gradients
-out also takes the keyword `wanted`, three bools; what it returns for the others is not looked at. Backends get
-contiguous tensors, whatever the caller's strides were: views and expanded gradients give the bits of their contiguous
-copies. They run outside any autocast region, which would otherwise reach into the reference's own matrix products.
+backward(do, dlse, q, k, v, o, lse, residual, documents, recipe, scale) -> (dq, dk, dv). What they are given is made easy
+for them: contiguous tensors, whatever the caller's strides were, so that views and expanded gradients have the bits of
+their copies; offsets that stay within the buffers; and no autocast region, which would reach into the reference's own
+matrix products. A backend that does some of this itself says so in a set HANDLES: "strides" (reads any), "offsets"
+(clamps them while it reads them), "subset" (`backward` takes `wanted`, three bools; the others are not looked at).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
 
@@ -75,13 +73,23 @@ def _load_hopper() -> tuple[ModuleType | None, str | None]:
         return None, f"its kernels cannot be loaded, since the module {error.name!r} is missing"
 
 
-@functools.cache
-def _leaves_out(backward: Callable) -> bool:
-    return "wanted" in inspect.signature(backward).parameters
+def _handles(room: ModuleType, what: str) -> bool:
+    return what in getattr(room, "HANDLES", ())
+
+
+def _dense(room: ModuleType, *tensors: Tensor) -> list[Tensor]:
+    return list(tensors) if _handles(room, "strides") else [x.contiguous() for x in tensors]
 
 
 def _documents(
-    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, window: tuple[int, int], offsets: str, longest: tuple[int, int]
+    room: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    window: tuple[int, int],
+    offsets: str,
+    longest: tuple[int, int],
 ) -> Documents:
     if offsets == "checked":
         for name, cu, rows, most in (
@@ -90,11 +98,12 @@ def _documents(
         ):
             validation.check_offset_values(name, cu, rows, None if most < 0 else most)
     elif offsets == "clamped":
-        cu_q, cu_k = validation.clamp_offsets(cu_q, q.shape[0]), validation.clamp_offsets(cu_k, k.shape[0])
+        if not _handles(room, "offsets"):
+            cu_q, cu_k = validation.clamp_offsets(cu_q, q.shape[0]), validation.clamp_offsets(cu_k, k.shape[0])
     elif offsets != "trusted":
         raise ValueError(f"offsets must be 'checked', 'clamped' or 'trusted', got {offsets!r}")
     left, right = (None if side == OPEN else side for side in window)
-    return Documents(cu_q, cu_k, left, right)
+    return Documents(cu_q.contiguous(), cu_k.contiguous(), left, right)
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager:
@@ -136,9 +145,9 @@ def _forward(
     """
     parsed = validation.parse_recipe(recipe)
     room = _choose(backend, q, k, v, parsed, (left, right))
-    documents = _documents(q, k, cu_q, cu_k, (left, right), offsets, (max_q, max_k))
+    documents = _documents(room, q, k, cu_q, cu_k, (left, right), offsets, (max_q, max_k))
     with _no_autocast(q):
-        o, lse, residual = room.forward(q.contiguous(), k.contiguous(), v.contiguous(), documents, parsed, scale)
+        o, lse, residual = room.forward(*_dense(room, q, k, v), documents, parsed, scale)
     # a recipe without rounding answers in float64; the operator's dtypes do not depend on the recipe
     return o.to(q.dtype).contiguous(), lse.to(torch.float32).contiguous(), residual.to(q.dtype).contiguous()
 
@@ -188,14 +197,14 @@ def _backward(
     """do like o, dlse like lse (None: zero) -> dq, dk, dv like q, k, v, contiguous. One not wanted comes back empty."""
     parsed = validation.parse_recipe(recipe)
     room = _choose(backend, q, k, v, parsed, (left, right))
-    documents = _documents(q, k, cu_q, cu_k, (left, right), offsets, (-1, -1))
-    do = torch.zeros_like(o) if do is None else do.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    dense = [x.contiguous() for x in (q, k, v, o, lse, residual)]
+    documents = _documents(room, q, k, cu_q, cu_k, (left, right), offsets, (-1, -1))
+    do = torch.zeros_like(o) if do is None else _dense(room, do)[0]
+    dlse = None if dlse is None else _dense(room, dlse)[0]
     wanted = (want_dq, want_dk, want_dv)
-    choice = {"wanted": wanted} if _leaves_out(room.backward) else {}
+    choice = {"wanted": wanted} if _handles(room, "subset") else {}
     with _no_autocast(q):
-        gradients = room.backward(do, dlse, *dense, documents, parsed, scale, **choice)
+        saved = _dense(room, q, k, v, o, lse, residual)
+        gradients = room.backward(do, dlse, *saved, documents, parsed, scale, **choice)
     dq, dk, dv = (g.to(q.dtype).contiguous() if want else q.new_empty((0,)) for g, want in zip(gradients, wanted))
     return dq, dk, dv
 
