@@ -91,6 +91,17 @@ def test_a_file_stays_on_its_side_when_others_come_and_its_copies_stand_beside_i
     assert before.fingerprint != after.fingerprint
 
 
+def test_a_small_folder_still_holds_something_out(tmp_path):
+    for index in range(3):
+        (tmp_path / f"{index}.txt").write_text(f"text number {index}")
+    corpus = load_corpus(tmp_path, validation=1e-9)
+    assert (len(corpus.train), len(corpus.validation)) == (2, 1)
+    (tmp_path / "1.txt").write_text("text number 0")
+    (tmp_path / "2.txt").write_text("text number 0")
+    with pytest.raises(ValueError, match="too little text to split"):
+        load_corpus(tmp_path)
+
+
 def test_a_single_file_is_cut_in_two(tmp_path):
     (tmp_path / "book.txt").write_bytes(bytes(range(100)))
     corpus = load_corpus(tmp_path / "book.txt", validation=0.1)

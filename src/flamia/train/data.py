@@ -75,7 +75,8 @@ def load_corpus(path: str | Path | None = None, *, validation: float = 0.05) -> 
     """Read the text under ``path`` (default: the Python standard library found on this machine) and split it.
 
     A file's side is decided by the hash of its contents: copies of one text cannot stand on both sides, and adding a
-    file moves no other. A single file is cut instead, its last ``validation`` share being held out.
+    file moves no other (but in a folder so small that its share rounds to nothing: there the smallest hash is held
+    out). A single file is cut instead, its last ``validation`` share being held out.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation: {validation} is not a share; give a number between 0 and 1")
@@ -88,8 +89,9 @@ def load_corpus(path: str | Path | None = None, *, validation: float = 0.05) -> 
         cut = int(len(contents[0]) * (1 - validation))
         sides = [(contents[0][:cut], False), (contents[0][cut:], True)]
     else:
-        limit = int(validation * 2**64)
-        sides = [(c, int.from_bytes(hashlib.sha256(c).digest()[:8], "big") < limit) for c in contents]
+        hashes = [int.from_bytes(hashlib.sha256(content).digest()[:8], "big") for content in contents]
+        limit = max(int(validation * 2**64), min(hashes))
+        sides = [(content, number <= limit) for content, number in zip(contents, hashes)]
     train = tuple(as_tensor(content) for content, held_out in sides if content and not held_out)
     held = tuple(as_tensor(content) for content, held_out in sides if content and held_out)
     if not train or not held:
