@@ -151,7 +151,7 @@ def test_recipes_are_audited_against_their_own_claims(flamia):
 
 def test_train_evaluate_and_resume(flamia, text, tmp_path):
     common = ["--data", text, "--device", "cpu", "--threads", 1, "--json"]
-    small = ["--steps", 3, "--tokens", 96, "--context", 64, "--warmup", 1]
+    small = ["--steps", 3, "--tokens", 400, "--context", 200, "--warmup", 1]
     out_folder = tmp_path / "out"
     recipes = ["-r", "mxfp8/strict", "-r", "bf16"]
     code, out, err = flamia("train", *recipes, *small, *common, "--out", out_folder)
