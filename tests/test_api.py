@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -187,8 +189,22 @@ def test_inference_mode():
         assert torch.equal(flamia.attention(q, k, v), flamia.attention(q, k, v))
 
 
+def test_audit_is_a_function_and_a_package(monkeypatch):
+    from flamia.audit import audit_callable, audit_recipes
+
+    assert sys.modules["flamia.audit"] is flamia.audit and audit_recipes is flamia.audit.audit_recipes
+    monkeypatch.setattr(flamia.audit, "audit_callable", lambda *args, **options: (args, options))
+    assert flamia.audit(len, seed=3) == ((len,), {"seed": 3}) and callable(audit_callable)
+
+
+def test_audit_is_there_without_being_imported():
+    code = "import flamia; print('flamia.audit' in __import__('sys').modules, callable(flamia.audit))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["False", "True"]
+
+
 def test_public_names():
-    for name in set(flamia.__all__) - {"audit"}:
+    for name in flamia.__all__:
         assert name in dir(flamia) and getattr(flamia, name) is not None
     with pytest.raises(AttributeError, match="attend"):
         flamia.attend  # noqa: B018

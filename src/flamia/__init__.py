@@ -18,8 +18,8 @@ from flamia.ops import BACKENDS, SAVE_OPS
 from flamia.recipe import Recipe
 from flamia.validation import UnsupportedError
 
-if TYPE_CHECKING:
-    from flamia import audit
+if TYPE_CHECKING:  # as a function, which is how it is used under this name
+    from flamia.audit import audit_callable as audit
 
 __version__ = "0.1.0"
 

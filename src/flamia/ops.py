@@ -24,7 +24,8 @@ matrix products. A backend that does some of this itself says so in a set HANDLE
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -106,8 +107,15 @@ def _documents(
     return Documents(cu_q.contiguous(), cu_k.contiguous(), left, right)
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager:
-    return torch.autocast(x.device.type, enabled=False)
+@contextmanager
+def _surroundings(x: Tensor) -> Iterator[None]:
+    """No autocast, and kernels launched on the device where the tensors are, which need not be the current one."""
+    with torch.autocast(x.device.type, enabled=False):
+        if x.device.type == "cuda":
+            with torch.cuda.device(x.device):
+                yield
+        else:
+            yield
 
 
 # ---------------------------------------------------------------------------------------------------------- forward
@@ -146,7 +154,7 @@ def _forward(
     parsed = validation.parse_recipe(recipe)
     room = _choose(backend, q, k, v, parsed, (left, right))
     documents = _documents(room, q, k, cu_q, cu_k, (left, right), offsets, (max_q, max_k))
-    with _no_autocast(q):
+    with _surroundings(q):
         o, lse, residual = room.forward(*_dense(room, q, k, v), documents, parsed, scale)
     # a recipe without rounding answers in float64; the operator's dtypes do not depend on the recipe
     return o.to(q.dtype).contiguous(), lse.to(torch.float32).contiguous(), residual.to(q.dtype).contiguous()
@@ -202,7 +210,7 @@ def _backward(
     dlse = None if dlse is None else _dense(room, dlse)[0]
     wanted = (want_dq, want_dk, want_dv)
     choice = {"wanted": wanted} if _handles(room, "subset") else {}
-    with _no_autocast(q):
+    with _surroundings(q):
         saved = _dense(room, q, k, v, o, lse, residual)
         gradients = room.backward(do, dlse, *saved, documents, parsed, scale, **choice)
     dq, dk, dv = (g.to(q.dtype).contiguous() if want else q.new_empty((0,)) for g, want in zip(gradients, wanted))
