@@ -1,0 +1,257 @@
+"""The dK/dV pass: key blocks resident, queries walk by.
+
+    S^T = K Q^T, E^T = V G^T   (E4M3 codes)          P'^T = exp2(S^T - LSE2)     U^T = P'^T (E^T - D')
+    dV += P'^T G_codes, dK += U^T Q                  (BF16 operands, FP32 sums)
+
+P' is P times 2^e(G): the exponent of dO's token scale sits in LSE2, so that G can be read as its codes, D' is D / 2^e(G),
+and E^T needs no factor per column (see quantize.py). U is the true one.
+
+One CTA holds 128 keys of one key head: two consumer warpgroups with 64 keys each, whose dV and dK (64 x D each, FP32) stay
+in registers while all queries of all heads of the group pass in steps of 64, ascending: no atomics, one order. A operands
+of the two 16-bit products come straight from registers. No product is under way across the end of a step: ptxas would
+serialise all of them; a step's U crosses it instead, as the operand of a product that the next step starts.
+"""
+
+from __future__ import annotations
+
+from .common import SLOT_LAYOUT, announce, announced, item, operand
+from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def dkv_producer(k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc, ITEMS, COUNTS, ks,
+                 vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full, empty, q_pad, k_pad, D: gl.constexpr,
+                 BM: gl.constexpr, ST: gl.constexpr, heads, group, width):  # fmt: skip
+    blocks = gl.load(COUNTS + 1)
+    total = blocks * heads
+    dirty = gl.load(COUNTS + 2)
+    i = 0
+    tile = 0
+    t = gl.atomic_add(COUNTS + 8, 1)
+    while t < total:
+        rank, hk = item(t, blocks, heads, width)
+        record = ITEMS + rank * 16
+        row = hk * k_pad + gl.load(record + 2)
+        pad = gl.load(record + 4)
+        first = gl.load(record + 6)
+        end = gl.load(record + 7)
+        q_row = gl.load(record + 8)
+        mbarrier.wait(kv_empty, (tile & 1) ^ 1)
+        announce(slot, t)
+        mbarrier.expect(kv_full, 4 * 64 * D)
+        for c in gl.static_range(2):
+            tma_load(k_desc, [row + c * 64, 0], kv_full, ks.index(c))
+            tma_load(v_desc, [row + c * 64, 0], kv_full, vs.index(c))
+        tile += 1
+        for h in range(hk * group, (hk + 1) * group):
+            base = h * q_pad + pad
+            for m in range(first, end):
+                s = i % ST
+                bar = full.index(s)
+                mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+                mbarrier.expect(bar, 6 * BM * D + 12 * BM)
+                at = base + m * BM
+                tma_load(q_desc, [at, 0], bar, qs.index(s))
+                tma_load(g_desc, [at, 0], bar, gs.index(s))
+                tma_load(f_desc, [at], bar, fs.index(s))
+                tma_load(l_desc, [at], bar, ls.index(s))
+                tma_load(d_desc, [at], bar, ds.index(s))
+                tma_load(gb_desc, [at, 0], bar, gbs.index(s))
+                if dirty != 0:
+                    tma_load(clean_desc, [q_row + m * BM, h * D], bar, qbs.index(s))
+                else:
+                    tma_load(qb_desc, [q_row + m * BM, h * D], bar, qbs.index(s))
+                i += 1
+        t = gl.atomic_add(COUNTS + 8, 1)
+    mbarrier.wait(kv_empty, (tile & 1) ^ 1)
+    announce(slot, t)
+    mbarrier.arrive(kv_full, count=1)
+
+
+@gluon.jit
+def seen_pairs(key, m, shift, left, right, LEFT: gl.constexpr, BM: gl.constexpr, SL: gl.constexpr):
+    """Which (key, query) pairs of a step are visible: query positions key - right .. key + left."""
+    position = shift + m * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, SL))
+    seen = position[None, :] >= (key - right)[:, None]
+    if LEFT:
+        seen = seen & (position[None, :] <= (key + left)[:, None])
+    return seen
+
+
+@gluon.jit
+def weights(x, key_factor, f, lse, seen, MASK: gl.constexpr):
+    p = gl.exp2(x * (key_factor[:, None] * f[None, :]) - lse[None, :])
+    if MASK:
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
+def dkv_steps(lo, hi, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full,
+              empty, MASK: gl.constexpr, LEFT: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, BM: gl.constexpr,
+              ST: gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+    """Steps lo .. hi - 1. u is the rounded U^T of the step before (unless FIRST), whose product with Q runs before this
+    step's S^T and E^T, or after them if EARLY: under this step's weights."""
+    cl: gl.constexpr = gl.SliceLayout(0, SL)
+    for m in range(lo, hi):
+        s = i % ST
+        sp = (i + ST - 1) % ST
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if AHEAD & 1:
+            f = fs.index(s).load(cl)
+            lse = ls.index(s).load(cl)
+        if AHEAD & 4:
+            d = ds.index(s).load(cl)
+        if FIRST:
+            ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            tp = warpgroup_mma(v, gs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        elif EARLY:
+            ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            tp = warpgroup_mma(v, gs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
+        else:
+            tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
+            ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            tp = warpgroup_mma(v, gs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if FIRST:
+            x = warpgroup_mma_wait(1, deps=[ts])
+        elif EARLY:
+            x = warpgroup_mma_wait(2, deps=[ts])
+        else:
+            x, dk = warpgroup_mma_wait(1, deps=[ts, tk])
+            mbarrier.arrive(empty.index(sp), count=1)
+        # read after the wait: the sums and both score tiles leave no registers for them before it
+        if AHEAD & 1 == 0:
+            f = fs.index(s).load(cl)
+            lse = ls.index(s).load(cl)
+        if AHEAD & 2:
+            d = ds.index(s).load(cl)
+        seen = seen_pairs(key, m, shift, left, right, LEFT, BM, SL)
+        p = weights(x, kf, f, lse, seen, MASK)
+        pb = operand(p, DOT)
+        tv = warpgroup_mma(pb, gbs.index(s), dv, is_async=True)
+        if FIRST or not EARLY:
+            e = warpgroup_mma_wait(1, deps=[tp])
+        else:
+            e, dk = warpgroup_mma_wait(1, deps=[tp, tk])
+            mbarrier.arrive(empty.index(sp), count=1)
+        if AHEAD < 2:
+            d = ds.index(s).load(cl)
+        w = p * (e * vf[:, None] - d[None, :])
+        if MASK:
+            w = gl.where(seen, w, 0.0)
+        u = operand(w, DOT)
+        dv = warpgroup_mma_wait(0, deps=[tv])
+        i += 1
+    return i, u, dk, dv
+
+
+@gluon.jit
+def dkv_consumer(c, DK, DV, KF, VF, ITEMS, COUNTS, ks, vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full, empty,
+                 k_pad, scale, left, right, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, heads,
+                 group, width, LEFT: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    BL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    blocks = gl.load(COUNTS + 1)
+    total = blocks * heads
+    zero = gl.full([64, BM], 0.0, gl.float32, layout=SL)
+    k = ks.index(c)
+    v = vs.index(c)
+    i = 0
+    tile = 0
+    mbarrier.wait(kv_full, 0)
+    t = announced(slot)
+    while t < total:
+        rank, hk = item(t, blocks, heads, width)
+        record = ITEMS + rank * 16
+        out_row = gl.load(record)
+        valid = gl.load(record + 1)
+        pad = gl.load(record + 2)
+        k0 = gl.load(record + 3)
+        first = gl.load(record + 6)
+        end = gl.load(record + 7)
+        shift = gl.load(record + 9)
+        # the query steps whose every row sees all 128 keys
+        full_first = (gl.maximum(k0 + 127 - right - shift, 0) + BM - 1) // BM
+        full_first = gl.minimum(gl.maximum(full_first, first), end)
+        full_end = end
+        if LEFT:
+            full_end = gl.maximum(k0 + left - shift - (BM - 1) + BM, 0) // BM
+            full_end = gl.minimum(gl.maximum(full_end, full_first), end)
+        local = c * 64 + gl.arange(0, 64, layout=RL)
+        key = k0 + local
+        at = hk.to(gl.int64) * k_pad + pad + local
+        kf = gl.load(KF + at)
+        vf = gl.load(VF + at)
+        dk = gl.full([64, D], 0.0, gl.float32, layout=OL)
+        dv = gl.full([64, D], 0.0, gl.float32, layout=OL)
+        if first < end:
+            # the first step of all, whose mask is evaluated whether it needs it or not
+            u = gl.full([64, BM], 0.0, gl.bfloat16, layout=DOT)
+            i, u, dk, dv = dkv_steps(
+                first, first + 1, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs, ls, ds,
+                full, empty, True, LEFT, True, EARLY, AHEAD, BM, ST, SL, DOT)  # fmt: skip
+            start = first + 1
+            for g in range(0, group):
+                i, u, dk, dv = dkv_steps(
+                    start, full_first, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs,
+                    ls, ds, full, empty, True, LEFT, False, EARLY, AHEAD, BM, ST, SL, DOT)  # fmt: skip
+                i, u, dk, dv = dkv_steps(
+                    gl.maximum(start, full_first), full_end, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right,
+                    qs, gs, qbs, gbs, fs, ls, ds, full, empty, False, LEFT, False, EARLY, AHEAD, BM, ST, SL, DOT)  # fmt: skip
+                if LEFT:
+                    i, u, dk, dv = dkv_steps(
+                        gl.maximum(start, full_end), end, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs,
+                        gs, qbs, gbs, fs, ls, ds, full, empty, True, LEFT, False, EARLY, AHEAD, BM, ST, SL, DOT)  # fmt: skip
+                start = first
+            sp = (i + ST - 1) % ST
+            tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
+            dk = warpgroup_mma_wait(0, deps=[tk])
+            mbarrier.arrive(empty.index(sp), count=1)
+        mbarrier.arrive(kv_empty, count=1)
+        ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
+        co = gl.arange(0, D, layout=gl.SliceLayout(0, BL))
+        to = (out_row + ro).to(gl.int64)[:, None] * (heads * D) + (hk * D + co)[None, :]
+        gl.store(DV + to, gl.convert_layout(dv.to(gl.bfloat16), BL), mask=(ro < valid)[:, None])
+        gl.store(DK + to, gl.convert_layout((dk * scale).to(gl.bfloat16), BL), mask=(ro < valid)[:, None])
+        tile += 1
+        mbarrier.wait(kv_full, tile & 1)
+        t = announced(slot)
+
+
+@gluon.jit(do_not_specialize=["left", "right", "heads", "group", "width"])
+def dkv_kernel(k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc, DK, DV, KF, VF, ITEMS,
+               COUNTS, q_pad, k_pad, scale, left, right, heads, group, width, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr,  LEFT: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    F8: gl.constexpr = gl.float8e4nv
+    ks = gl.allocate_shared_memory(F8, [2, 64, D], k_desc.layout)
+    vs = gl.allocate_shared_memory(F8, [2, 64, D], v_desc.layout)
+    qs = gl.allocate_shared_memory(F8, [ST, BM, D], q_desc.layout)
+    gs = gl.allocate_shared_memory(F8, [ST, BM, D], g_desc.layout)
+    qbs = gl.allocate_shared_memory(gl.bfloat16, [ST, BM, D], qb_desc.layout)
+    gbs = gl.allocate_shared_memory(gl.bfloat16, [ST, BM, D], gb_desc.layout)
+    fs = gl.allocate_shared_memory(gl.float32, [ST, BM], f_desc.layout)
+    ls = gl.allocate_shared_memory(gl.float32, [ST, BM], l_desc.layout)
+    ds = gl.allocate_shared_memory(gl.float32, [ST, BM], d_desc.layout)
+    slot = gl.allocate_shared_memory(gl.int32, [1], SLOT_LAYOUT)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, 1)
+    mbarrier.init(kv_empty, 2)
+    for s in gl.static_range(ST):
+        mbarrier.init(full.index(s), 1)
+        mbarrier.init(empty.index(s), 2)
+    fence_async_shared()
+    gl.warp_specialize([
+        (dkv_consumer, (0, DK, DV, KF, VF, ITEMS, COUNTS, ks, vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full,
+                        empty, k_pad, scale, left, right, D, BM, ST, heads, group, width, LEFT, EARLY, AHEAD)),
+        (dkv_consumer, (1, DK, DV, KF, VF, ITEMS, COUNTS, ks, vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full,
+                        empty, k_pad, scale, left, right, D, BM, ST, heads, group, width, LEFT, EARLY, AHEAD)),
+        (dkv_producer, (k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc, ITEMS, COUNTS,
+                        ks, vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full, empty, q_pad, k_pad, D, BM, ST, heads,
+                        group, width)),
+    ], [4, 1], [240, 24])  # fmt: skip

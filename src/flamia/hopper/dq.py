@@ -1,0 +1,222 @@
+"""The dQ pass: query blocks resident, keys walk by.
+
+    S = Q K^T, E = G V^T   (E4M3 codes)        P' = exp2(S - LSE2)        U = P' (E - D')        dQ += U K   (BF16, FP32 sums)
+
+The same weights as in the dK/dV pass (dkv.py), made again: two passes need no transposed U through shared memory, no
+atomics and no order between CTAs, and dQ is summed in registers, ascending in the keys. One CTA holds 128 queries of one
+head, two consumer warpgroups with 64 rows each. S and E of the next step are started before dQ of this one, so that the
+next weights are made under it.
+"""
+
+from __future__ import annotations
+
+from .common import SLOT_LAYOUT, announce, announced, item, operand
+from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def dq_producer(q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, ITEMS, COUNTS, qs, gs, ks, vs, kbs,
+                kfs, vfs, slot, q_full, q_empty, full, empty, q_pad, k_pad, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
+                hq, group, width):  # fmt: skip
+    blocks = gl.load(COUNTS)
+    total = blocks * hq
+    dirty = gl.load(COUNTS + 2)
+    i = 0
+    tile = 0
+    t = gl.atomic_add(COUNTS + 9, 1)
+    while t < total:
+        rank, h = item(t, blocks, hq, width)
+        record = ITEMS + rank * 16
+        hk = h // group
+        row = h * q_pad + gl.load(record + 2)
+        base = hk * k_pad + gl.load(record + 4)
+        first = gl.load(record + 6) * (128 // BN)
+        end = gl.minimum(gl.load(record + 7) * (128 // BN), gl.cdiv(gl.load(record + 5), BN))
+        k_row = gl.load(record + 8)
+        mbarrier.wait(q_empty, (tile & 1) ^ 1)
+        announce(slot, t)
+        mbarrier.expect(q_full, 4 * 64 * D)
+        for c in gl.static_range(2):
+            tma_load(q_desc, [row + c * 64, 0], q_full, qs.index(c))
+            tma_load(g_desc, [row + c * 64, 0], q_full, gs.index(c))
+        tile += 1
+        for n in range(first, end):
+            s = i % ST
+            bar = full.index(s)
+            mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+            mbarrier.expect(bar, 4 * BN * D + 8 * BN)
+            at = base + n * BN
+            tma_load(k_desc, [at, 0], bar, ks.index(s))
+            tma_load(v_desc, [at, 0], bar, vs.index(s))
+            tma_load(kf_desc, [at], bar, kfs.index(s))
+            tma_load(vf_desc, [at], bar, vfs.index(s))
+            if dirty != 0:
+                tma_load(clean_desc, [k_row + n * BN, hk * D], bar, kbs.index(s))
+            else:
+                tma_load(kb_desc, [k_row + n * BN, hk * D], bar, kbs.index(s))
+            i += 1
+        t = gl.atomic_add(COUNTS + 9, 1)
+    mbarrier.wait(q_empty, (tile & 1) ^ 1)
+    announce(slot, t)
+    mbarrier.arrive(q_full, count=1)
+
+
+@gluon.jit
+def seen_keys(row, n, lk, left, right, LEFT: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):
+    col = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+    seen = col[None, :] <= gl.minimum(row + right, lk - 1)[:, None]
+    if LEFT:
+        seen = seen & (col[None, :] >= (row - left)[:, None])
+    return seen
+
+
+@gluon.jit
+def gradient(x, e, kf, vf, a, lse, d, seen, MASK: gl.constexpr):
+    """U of one step, before rounding."""
+    p = gl.exp2((x * kf[None, :]) * a[:, None] - lse[:, None])
+    if MASK:
+        p = gl.where(seen, p, 0.0)
+    u = p * (e * vf[None, :] - d[:, None])
+    if MASK:
+        u = gl.where(seen, u, 0.0)
+    return u
+
+
+@gluon.jit
+def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, full, empty,
+             MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr,
+             DOT: gl.constexpr):  # fmt: skip
+    """Steps lo .. hi - 1; u is the rounded U of the step before, whose product with K runs under this step's weights."""
+    cl: gl.constexpr = gl.SliceLayout(0, SL)
+    for n in range(lo, hi):
+        s = i % ST
+        sp = (i + ST - 1) % ST
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        kf = kfs.index(s).load(cl)
+        vf = vfs.index(s).load(cl)
+        ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        tp = warpgroup_mma(g, vs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
+        seen = seen_keys(row, n, lk, left, right, LEFT, BN, SL)
+        x = warpgroup_mma_wait(2, deps=[ts])
+        p = gl.exp2((x * kf[None, :]) * a[:, None] - lse[:, None])
+        if MASK:
+            p = gl.where(seen, p, 0.0)
+        e = warpgroup_mma_wait(1, deps=[tp])
+        w = p * (e * vf[None, :] - d[:, None])
+        if MASK:
+            w = gl.where(seen, w, 0.0)
+        dq = warpgroup_mma_wait(0, deps=[td])
+        mbarrier.arrive(empty.index(sp), count=1)
+        u = operand(w, DOT)
+        i += 1
+    return i, u, dq
+
+
+@gluon.jit
+def dq_consumer(c, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs, vfs, slot, q_full, q_empty, full, empty, q_pad,
+                scale, left, right, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, hq, width,
+                LEFT: gl.constexpr):  # fmt: skip
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    BL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    blocks = gl.load(COUNTS)
+    total = blocks * hq
+    zero = gl.full([64, BN], 0.0, gl.float32, layout=SL)
+    q = qs.index(c)
+    g = gs.index(c)
+    i = 0
+    tile = 0
+    mbarrier.wait(q_full, 0)
+    t = announced(slot)
+    while t < total:
+        rank, h = item(t, blocks, hq, width)
+        record = ITEMS + rank * 16
+        out_row = gl.load(record)
+        valid = gl.load(record + 1)
+        pad = gl.load(record + 2)
+        position = gl.load(record + 3)
+        lk = gl.load(record + 5)
+        first = gl.load(record + 6) * (128 // BN)
+        end = gl.minimum(gl.load(record + 7) * (128 // BN), gl.cdiv(lk, BN))
+        full_end = gl.minimum(gl.maximum(position + right + 1, 0) // BN, lk // BN)
+        full_end = gl.minimum(gl.maximum(full_end, first), end)
+        full_first = first
+        if LEFT:
+            full_first = (gl.maximum(position + 127 - left, 0) + BN - 1) // BN
+            full_first = gl.minimum(gl.maximum(full_first, first), full_end)
+        local = c * 64 + gl.arange(0, 64, layout=RL)
+        row = position + local
+        at = h.to(gl.int64) * q_pad + pad + local
+        a = gl.load(QF + at)
+        lse = gl.load(LSE2 + at)
+        d = gl.load(DELTA + at)
+        dq = gl.full([64, D], 0.0, gl.float32, layout=OL)
+        if first < end:
+            s = i % ST
+            mbarrier.wait(full.index(s), (i // ST) & 1)
+            ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            tp = warpgroup_mma(g, vs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            kf = kfs.index(s).load(gl.SliceLayout(0, SL))
+            vf = vfs.index(s).load(gl.SliceLayout(0, SL))
+            seen = seen_keys(row, first, lk, left, right, LEFT, BN, SL)
+            x = warpgroup_mma_wait(1, deps=[ts])
+            e = warpgroup_mma_wait(0, deps=[tp])
+            w = gradient(x, e, kf, vf, a, lse, d, seen, True)
+            u = operand(w, DOT)
+            i += 1
+            if LEFT:
+                i, u, dq = dq_steps(first + 1, full_first, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs,
+                                    kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
+            i, u, dq = dq_steps(gl.maximum(first + 1, full_first), full_end, i, u, dq, q, g, a, lse, d, row, zero, lk,
+                                left, right, ks, vs, kbs, kfs, vfs, full, empty, False, LEFT, BN, ST, SL,
+                                DOT)  # fmt: skip
+            i, u, dq = dq_steps(gl.maximum(first + 1, full_end), end, i, u, dq, q, g, a, lse, d, row, zero, lk, left,
+                                right, ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
+            sp = (i + ST - 1) % ST
+            td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[td])
+            mbarrier.arrive(empty.index(sp), count=1)
+        mbarrier.arrive(q_empty, count=1)
+        out = gl.convert_layout((dq * scale).to(gl.bfloat16), BL)
+        ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
+        co = gl.arange(0, D, layout=gl.SliceLayout(0, BL))
+        to = (out_row + ro).to(gl.int64)[:, None] * (hq * D) + (h * D + co)[None, :]
+        gl.store(DQ + to, out, mask=(ro < valid)[:, None])
+        tile += 1
+        mbarrier.wait(q_full, tile & 1)
+        t = announced(slot)
+
+
+@gluon.jit(do_not_specialize=["left", "right", "hq", "group", "width"])
+def dq_kernel(q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, DQ, QF, LSE2, DELTA, ITEMS, COUNTS,
+              q_pad, k_pad, scale, left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,  LEFT: gl.constexpr):  # fmt: skip
+    F8: gl.constexpr = gl.float8e4nv
+    qs = gl.allocate_shared_memory(F8, [2, 64, D], q_desc.layout)
+    gs = gl.allocate_shared_memory(F8, [2, 64, D], g_desc.layout)
+    ks = gl.allocate_shared_memory(F8, [ST, BN, D], k_desc.layout)
+    vs = gl.allocate_shared_memory(F8, [ST, BN, D], v_desc.layout)
+    kbs = gl.allocate_shared_memory(gl.bfloat16, [ST, BN, D], kb_desc.layout)
+    kfs = gl.allocate_shared_memory(gl.float32, [ST, BN], kf_desc.layout)
+    vfs = gl.allocate_shared_memory(gl.float32, [ST, BN], vf_desc.layout)
+    slot = gl.allocate_shared_memory(gl.int32, [1], SLOT_LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, 1)
+    mbarrier.init(q_empty, 2)
+    for s in gl.static_range(ST):
+        mbarrier.init(full.index(s), 1)
+        mbarrier.init(empty.index(s), 2)
+    fence_async_shared()
+    gl.warp_specialize([
+        (dq_consumer, (0, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs, vfs, slot, q_full, q_empty, full, empty,
+                       q_pad, scale, left, right, D, BN, ST, hq, width, LEFT)),
+        (dq_consumer, (1, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs, vfs, slot, q_full, q_empty, full, empty,
+                       q_pad, scale, left, right, D, BN, ST, hq, width, LEFT)),
+        (dq_producer, (q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, ITEMS, COUNTS, qs, gs, ks, vs,
+                       kbs, kfs, vfs, slot, q_full, q_empty, full, empty, q_pad, k_pad, D, BN, ST, hq, group, width)),
+    ], [4, 1], [240, 24])  # fmt: skip

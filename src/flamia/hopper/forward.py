@@ -1,0 +1,220 @@
+"""The forward kernel: S = Q K^T on E4M3 codes, O = P V on BF16.
+
+One CTA holds 128 queries: two consumer warpgroups with 64 rows each, and a producer warp that brings key blocks of 128
+positions by TMA. Per step a consumer
+    1. starts S of this step (8 bit) and P V of the step before (16 bit), both asynchronous,
+    2. runs the softmax of this step under that P V,
+    3. joins: O = O * alpha once P V is there.
+
+A score is x * 2^e(K) (one multiply, the mask, the row maximum) and then one fused multiply-add and one exp2. The row
+reference is the exact running maximum, one step of 128 keys at a time, ascending: part of the numerics, and decided by
+positions inside the document alone. The LSE counts the weights before they are rounded to BF16.
+
+The second warpgroup's exp2 fill the queue that shared-memory reads and shuffles also wait in; so the factors of the keys
+are read before the products are started, and the sum of a row is kept per thread and crosses lanes once, at the end.
+"""
+
+from __future__ import annotations
+
+from .common import SLOT_LAYOUT, announce, announced, item, operand
+from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def forward_producer(q_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full, v_full,
+                     empty, q_pad, k_pad, hq, group, width, D: gl.constexpr, BN: gl.constexpr,
+                     ST: gl.constexpr):  # fmt: skip
+    blocks = gl.load(COUNTS)
+    total = blocks * hq
+    i = 0
+    tile = 0
+    t = gl.atomic_add(COUNTS + 7, 1)
+    while t < total:
+        rank, h = item(t, blocks, hq, width)
+        record = ITEMS + rank * 16
+        row = h * q_pad + gl.load(record + 2)
+        base = (h // group) * k_pad + gl.load(record + 4)
+        first = gl.load(record + 6)
+        end = gl.load(record + 7)
+        mbarrier.wait(q_empty, (tile & 1) ^ 1)
+        announce(slot, t)
+        mbarrier.expect(q_full, 128 * D)
+        tma_load(q_desc, [row, 0], q_full, qs.index(0))
+        tma_load(q_desc, [row + 64, 0], q_full, qs.index(1))
+        tile += 1
+        for n in range(first, end):
+            s = i % ST
+            mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+            mbarrier.expect(k_full.index(s), BN * D + BN * 4)
+            tma_load(k_desc, [base + n * BN, 0], k_full.index(s), ks.index(s))
+            tma_load(f_desc, [base + n * BN], k_full.index(s), fs.index(s))
+            mbarrier.expect(v_full.index(s), 2 * BN * D)
+            tma_load(v_desc, [base + n * BN, 0], v_full.index(s), vs.index(s))
+            i += 1
+        t = gl.atomic_add(COUNTS + 7, 1)
+    mbarrier.wait(q_empty, (tile & 1) ^ 1)
+    announce(slot, t)
+    mbarrier.arrive(q_full, count=1)
+
+
+@gluon.jit
+def softmax(x, factor, a, m, l, row, n, lk, left, right, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr,
+            SL: gl.constexpr):  # fmt: skip
+    """One step of the online softmax: weights before rounding, the new reference and sums, and the rescaling factor."""
+    t = x * factor[None, :]
+    if MASK:
+        col = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+        high = gl.minimum(row + right, lk - 1)
+        seen = col[None, :] <= high[:, None]
+        if LEFT:
+            seen = seen & (col[None, :] >= (row - left)[:, None])
+        t = gl.where(seen, t, -float("inf"))
+    new = gl.maximum(m, gl.max(t, 1) * a)
+    if MASK:
+        safe = gl.where(new == -float("inf"), 0.0, new)
+    else:
+        safe = new
+    p = gl.exp2(t * a[:, None] - safe[:, None])
+    alpha = gl.exp2(m - safe)
+    part = thread_sums(p, BN)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None] + part
+    return p, new, l, alpha
+
+
+@gluon.jit
+def thread_sums(p, BN: gl.constexpr):
+    """(64, BN) -> (64, 4): sums over what one thread holds of a row; four lanes share a row."""
+    return gl.sum(gl.sum(p.reshape([64, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def forward_steps(lo, hi, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full, v_full, empty,
+                  MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr,
+                  OL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+    for n in range(lo, hi):
+        s = i % ST
+        sp = (i - 1) % ST
+        mbarrier.wait(k_full.index(s), (i // ST) & 1)
+        factor = fs.index(s).load(gl.SliceLayout(0, SL))
+        ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
+        to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)
+        x = warpgroup_mma_wait(1, deps=[ts])
+        w, m, l, alpha = softmax(x, factor, a, m, l, row, n, lk, left, right, MASK, LEFT, BN, SL)
+        acc = warpgroup_mma_wait(0, deps=[to])
+        mbarrier.arrive(empty.index(sp), count=1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
+        p = operand(w, DOT)
+        i += 1
+    return i, p, acc, m, l
+
+
+@gluon.jit
+def forward_consumer(c, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full, v_full, empty, q_pad,
+                     o_stride_t, lse_stride, left, right, hq, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
+                     LEFT: gl.constexpr):  # fmt: skip
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    BL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    blocks = gl.load(COUNTS)
+    total = blocks * hq
+    zero = gl.full([64, BN], 0.0, gl.float32, layout=SL)
+    q = qs.index(c)
+    i = 0
+    tile = 0
+    mbarrier.wait(q_full, 0)
+    t = announced(slot)
+    while t < total:
+        rank, h = item(t, blocks, hq, width)
+        record = ITEMS + rank * 16
+        out_row = gl.load(record)
+        valid = gl.load(record + 1)
+        position = gl.load(record + 3)
+        lk = gl.load(record + 5)
+        first = gl.load(record + 6)
+        end = gl.load(record + 7)
+        # the key blocks that every query of the block sees whole
+        full_end = gl.minimum(gl.maximum(position + right + 1, 0) // BN, lk // BN)
+        full_end = gl.minimum(gl.maximum(full_end, first), end)
+        full_first = first
+        if LEFT:
+            full_first = (gl.maximum(position + 127 - left, 0) + BN - 1) // BN
+            full_first = gl.minimum(gl.maximum(full_first, first), full_end)
+        local = c * 64 + gl.arange(0, 64, layout=RL)
+        row = position + local
+        a = gl.load(QF + h.to(gl.int64) * q_pad + gl.load(record + 2) + local)
+        m = gl.full([64], -float("inf"), gl.float32, layout=RL)
+        l = thread_sums(zero, BN)
+        acc = gl.full([64, D], 0.0, gl.float32, layout=OL)
+        if first < end:
+            s = i % ST
+            mbarrier.wait(k_full.index(s), (i // ST) & 1)
+            factor = fs.index(s).load(gl.SliceLayout(0, SL))
+            ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            x = warpgroup_mma_wait(0, deps=[ts])
+            w, m, l, alpha = softmax(x, factor, a, m, l, row, first, lk, left, right, True, LEFT, BN, SL)
+            p = operand(w, DOT)
+            i += 1
+            if LEFT:
+                i, p, acc, m, l = forward_steps(
+                    first + 1, full_first, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full, v_full,
+                    empty, True, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+            i, p, acc, m, l = forward_steps(
+                gl.maximum(first + 1, full_first), full_end, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs,
+                k_full, v_full, empty, False, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+            i, p, acc, m, l = forward_steps(
+                gl.maximum(first + 1, full_end), end, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full,
+                v_full, empty, True, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+            sp = (i - 1) % ST
+            mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
+            to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[to])
+            mbarrier.arrive(empty.index(sp), count=1)
+        mbarrier.arrive(q_empty, count=1)
+        total_weight = gl.convert_layout(gl.sum(l, 1), RL)
+        blind = total_weight == 0.0
+        inverse = 1.0 / gl.where(blind, 1.0, total_weight)
+        lse = gl.where(blind, -float("inf"), (m + gl.log2(total_weight)) * 0.6931471805599453)
+        gl.store(LSE + h.to(gl.int64) * lse_stride + out_row + local, lse, mask=local < valid)
+        out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
+        out = gl.convert_layout(out.to(gl.bfloat16), BL)
+        ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
+        co = gl.arange(0, D, layout=gl.SliceLayout(0, BL))
+        at = (out_row + ro).to(gl.int64)[:, None] * o_stride_t + (h * D + co)[None, :]
+        gl.store(O + at, out, mask=(ro < valid)[:, None])
+        tile += 1
+        mbarrier.wait(q_full, tile & 1)
+        t = announced(slot)
+
+
+@gluon.jit(do_not_specialize=["lse_stride", "left", "right", "hq", "group", "width"])
+def forward_kernel(q_desc, k_desc, v_desc, f_desc, O, LSE, QF, ITEMS, COUNTS, q_pad, k_pad, o_stride_t, lse_stride, left,
+                   right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
+                   LEFT: gl.constexpr):  # fmt: skip
+    qs = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, D], q_desc.layout)
+    ks = gl.allocate_shared_memory(gl.float8e4nv, [ST, BN, D], k_desc.layout)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [ST, BN, D], v_desc.layout)
+    fs = gl.allocate_shared_memory(gl.float32, [ST, BN], f_desc.layout)
+    slot = gl.allocate_shared_memory(gl.int32, [1], SLOT_LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, 1)
+    mbarrier.init(q_empty, 2)
+    for s in gl.static_range(ST):
+        mbarrier.init(k_full.index(s), 1)
+        mbarrier.init(v_full.index(s), 1)
+        mbarrier.init(empty.index(s), 2)
+    fence_async_shared()
+    gl.warp_specialize([
+        (forward_consumer, (0, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full, v_full, empty,
+                            q_pad, o_stride_t, lse_stride, left, right, hq, width, D, BN, ST, LEFT)),
+        (forward_consumer, (1, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full, v_full, empty,
+                            q_pad, o_stride_t, lse_stride, left, right, hq, width, D, BN, ST, LEFT)),
+        (forward_producer, (q_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full,
+                            v_full, empty, q_pad, k_pad, hq, group, width, D, BN, ST)),
+    ], [4, 1], [240, 24])  # fmt: skip

@@ -1,0 +1,6 @@
+"""Lets the tests here import `oracle`, whichever way pytest was started."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
