@@ -53,13 +53,21 @@ DISTURBANCES = {"spot": _ALL[:1], "brief": _ALL[:1], "quick": _ALL[:3], "normal"
 LEADS = {"spot": (), "brief": (39,), "quick": (1, 39), "normal": (1, 16, 39, 128), "thorough": (1, 16, 39, 128)}
 MASS_LENGTHS: dict[str, tuple[int, ...]] = {
     "spot": (),
-    "brief": (),
+    "brief": (300,),
     "quick": (33, 300, 1024),
     "normal": (33, 128, 300, 1024, 2048),
     "thorough": (33, 128, 300, 1024, 2048, 4096),
 }
 # Controls are small: two heads, and a document just past the widest group that one of them shares.
 CONTROL_LENGTHS, CONTROL_HEADS, CONTROL_DIM = (13, 75, 0, 1, 21), (2, 1), 16
+
+
+def inside(positions: tuple[int, ...], longest: int) -> tuple[int, ...]:
+    """Positions within a document. One past its end is taken modulo 64, which keeps it inside, or on the edge of, every
+    group of up to 64; a document too short for any is cut in the middle.
+    """
+    kept = sorted({p if p < longest else p % 64 for p in positions} - {0})
+    return tuple(p for p in kept if p < longest) or (longest // 2,)
 
 
 def settings_for(
@@ -80,7 +88,8 @@ def settings_for(
     if not chosen or min(chosen) < 0 or max(chosen) < 2:
         raise ValueError(f"lengths={chosen}: document lengths in tokens, none negative and one of 2 or more")
     longest = max(chosen)
-    where = tuple(sorted({int(c) for c in (cuts if cuts is not None else CUTS[effort]) if 0 < c < longest}))
+    given = inside(CUTS[effort], longest) if cuts is None else tuple(int(c) for c in cuts)
+    where = tuple(sorted({c for c in given if 0 < c < longest}))
     if not where:
         raise ValueError(
             f"cuts={list(cuts) if cuts is not None else None}: positions strictly inside the longest document "
@@ -90,7 +99,7 @@ def settings_for(
         lengths=chosen,
         watched=chosen.index(longest),
         cuts=where,
-        truncations=tuple(t for t in TRUNCATIONS[effort] if 0 < t < longest),
+        truncations=inside(TRUNCATIONS[effort], longest),
         leads=tuple(n for n in LEADS[effort] if n < longest),
         tones=TONES,
         disturbances=DISTURBANCES[effort],
@@ -127,21 +136,18 @@ def accepted(target: Target, settings: Settings, may_change: bool) -> tuple[Sett
 
 
 def control_settings(settings: Settings) -> Settings:
-    """The same probes on a small packing. A cut past its end is taken modulo 64, which keeps its place inside, or on
-    the edge of, every shared group.
-    """
+    """The same probes on a small packing."""
     longest = max(CONTROL_LENGTHS)
-    cuts = sorted({c if c < longest else c % 64 for c in settings.cuts} - {0})
     return replace(
         settings,
         lengths=CONTROL_LENGTHS,
         watched=CONTROL_LENGTHS.index(longest),
-        cuts=tuple(cuts),
+        cuts=inside(settings.cuts, longest),
+        truncations=inside(settings.truncations, longest),
+        leads=tuple(n for n in settings.leads if n < longest),
         layout="packed",
         left=None,
         right=0,
-        truncations=tuple(t for t in settings.truncations if t < longest),
-        leads=tuple(n for n in settings.leads if n < longest),
     )
 
 
@@ -156,9 +162,11 @@ def run_controls(settings: Settings) -> tuple[ControlResult, ...]:
 def _run_control(control: controls.Control, book: Book, asked: list[Experiment]) -> ControlResult:
     judge = Judge(Target(control.fn, heads=CONTROL_HEADS, head_dim=CONTROL_DIM, dtype=book.settings.dtype), book)
 
+    kinds = ("leak",) if control.expects else ("leak", "noise")  # float64 shows the order of its own sums
+
     def found() -> set[tuple[str, str, str]]:
         judge.settle()
-        return {(f.contract, f.tensor, f.operand) for f in judge.findings if f.kind == "leak" or not control.expects}
+        return {(f.contract, f.tensor, f.operand) for f in judge.findings if f.kind in kinds}
 
     if not control.expects:
         for e in asked[:: max(1, len(asked) // 120)]:
@@ -258,7 +266,7 @@ def audit_callable(
         doubts=_doubts(settings, results),
     )
     if explain and any(f.kind == "leak" and f.contract != "nonfinite" for f in judge.findings):
-        report.diagnosis = diagnose(judge, settings.depth > 2)
+        report.diagnosis = diagnose(judge, claimed, settings.depth > 2)
     report.calls, report.seconds = target.calls, time.perf_counter() - start
     return report
 
@@ -299,6 +307,10 @@ def _blind_spots(judge: Judge, settings: Settings, default_claims: bool) -> list
         spots.append(
             f"not repeatable: no bitwise verdict; changes below 8 times the floor ({floor}, relative to the row) "
             "are invisible"
+        )
+    if judge.keeps_state:
+        spots.append(
+            "the call repeats right after itself and not after others: it keeps state, such as a delayed scale"
         )
     refused = [f"{what} ({why})" for what, why in judge.refusals.items()]
     if refused:

@@ -44,6 +44,9 @@ CONTRACTS: dict[str, str] = {
     "mass": "weights sum to one and row residuals to zero, at every length",
 }
 
+# The regions that make up a contract: `mask` covers every row that is owed anything, those of `prefix` and `document` too.
+IMPLIES: dict[str, tuple[str, ...]] = {"mask": ("mask", "prefix", "document")}
+
 # What a callable is held to when nobody says. `mask` is a stronger promise than most attentions make, `nonfinite` is
 # one that a plain P @ V cannot keep (0 * NaN is NaN), and `mass` is a matter of accuracy that attention sinks break
 # by design: all three are tried and reported, and count when claimed.

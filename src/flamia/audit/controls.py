@@ -104,7 +104,8 @@ def block_scaled(which: str, size: int, by_address: bool = False) -> Callable[..
 
 def per_tensor(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
     """Current scaling: one amax over each whole tensor."""
-    return attend(*(straight(x, lambda y: e4m3(y.double(), y.double().abs().amax())) for x in (q, k, v)), cu)
+    q, k, v = (straight(x, lambda y: e4m3(y.double(), y.double().abs().amax())) for x in (q, k, v))
+    return attend(q, k, v, cu)
 
 
 def block_means(which: str, size: int) -> Callable[..., Tensor]:

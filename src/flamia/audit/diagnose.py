@@ -6,8 +6,8 @@ The judge says *that* earlier rows moved. Three more questions can be put to a c
 * *Values or magnitudes?* Negating the later tokens keeps every amax. Rows that move under a spike and not under a
   negation read a scale; rows that move under both read values (a mean, a filter, a lost mask).
 * *Which groups?* Disturbing one token j at a time gives a map: the earlier rows that it moves. Members of one
-  group move together, so the first moved row is the group's first, and the smallest group size that contains every
-  column of the map is the group. The watched document starts at an unaligned offset, so groups counted by document
+  group move together, so the first moved row is the group's first, and the group size whose starts fit best is the
+  group. The watched document starts at an unaligned offset, so groups counted by document
   and groups counted by buffer address give different maps.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .contract import OPERANDS
+from .contract import OPERANDS, TENSORS
 from .judge import Finding, Judge, differs
 from .probes import GROUPS
 from .targets import Refused
@@ -54,13 +54,11 @@ class Diagnosis:
     map: Map | None = None
 
 
-def carriers(findings: list[Finding]) -> dict[str, list[str]]:
-    """Per tensor, the operands whose disturbance alone moved it against a contract (mask and non-finite probes
-    aside).
-    """
+def carriers(findings: list[Finding], contracts: frozenset[str]) -> dict[str, list[str]]:
+    """Per tensor, the operands whose disturbance alone moved it against one of the contracts."""
     out: dict[str, list[str]] = {}
-    leaks = [f for f in findings if f.kind == "leak" and f.contract in ("prefix", "document", "mask")]
-    for tensor in ("O", "dQ", "dK", "dV"):
+    leaks = [f for f in findings if f.kind == "leak" and f.contract in contracts and f.operand != "layout"]
+    for tensor in TENSORS:
         single = [o for o in OPERANDS if any(f.tensor == tensor and f.operand == o for f in leaks)]
         if single:
             out[tensor] = single
@@ -111,45 +109,45 @@ def read_groups(m: Map) -> tuple[str | None, int | None, str | None]:
     firsts = {j: m.earlier(j)[0] for j in m.columns if m.earlier(j)}
     if not firsts:
         return None, None, None
-    spans = {j - first for j, first in firsts.items()}
-    if len(spans) == 1 and len(firsts) > 3:
-        return "lookahead", spans.pop() + 1, None
+    spans = [j - first for j, first in firsts.items()]
+    # The same distance wherever the token stands: no group, but a mask that lets so many tokens through.
+    if len(spans) > 3 and spans.count(max(spans)) > len(spans) / 2:
+        return "lookahead", max(spans), None
     # Row 0 sees one key, so it cannot tell what that key's logit is: a group may seem to begin one row late there.
     if all(first <= 2 for first in firsts.values()) and len(firsts) > 0.8 * len([j for j in m.columns if j > 2]):
         return ("call" if any(m.elsewhere.values()) else "document"), None, None
-    for size in sorted({*GROUPS, *range(2, 129)}):
+    fits = []
+    for size in {*GROUPS, *range(2, 129)}:
         for alignment, phase in (("document", 0), ("address", m.offset % size)):
-            starts = {j: (j + phase) // size * size - phase for j in firsts}
-            inside = all(first >= starts[j] for j, first in firsts.items())
-            # Containment alone would accept a size that merely is large: the rows near a group's start must really
-            # move.
-            tight = sum(first - max(starts[j], 0) <= 2 for j, first in firsts.items()) / len(firsts)
-            if inside and tight > 0.5:
-                return "group", size, alignment
+            late = [first - max((j + phase) // size * size - phase, 0) for j, first in firsts.items()]
+            # Containment alone would accept any size that is large: the rows near a group's start must really move.
+            if min(late) >= 0 and sum(n <= 2 for n in late) > len(late) / 2:
+                fits.append((sum(late), size not in GROUPS, size, alignment))
+    if fits:
+        _, _, size, alignment = min(fits)
+        return "group", size, alignment
     return None, None, None
 
 
-def diagnose(judge: Judge, dense: bool) -> Diagnosis:
-    """Explain the leaks on record; needs at least one finding of kind leak at equal shape, else only says what shape
-    alone moved.
-    """
+def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
+    """Explain the leaks on record. The gradients of keys and values are mentioned only where somebody owes them."""
     leaks = [f for f in judge.findings if f.kind == "leak"]
-    carry = carriers(leaks)
+    asked = frozenset({"prefix", "document"} | (claims & {"mask"}))
+    carry = carriers(leaks, asked)
     said = [
         f"{tensor} is moved by "
-        f"{' and by '.join(names) if names != ['all'] else 'several operands at once, by none alone'}"
+        + (" and by ".join(names) if names != ["all"] else "several operands at once, by none alone")
         for tensor, names in carry.items()
     ]
+    watched = judge.book.settings.watched
     content = [
-        f
-        for f in leaks
-        if f.contract in ("prefix", "mask") and f.operand != "layout" and f.document == judge.book.settings.watched
+        f for f in leaks if f.contract in asked - {"document"} and f.operand != "layout" and f.document == watched
     ]
-    if not content:
-        outside = [f for f in leaks if f.contract == "document"]
+    outside = [f for f in leaks if f.contract == "document"]
+    if not content or not judge.stable:
         if outside:
             said.append("documents read one another: " + _sizes(outside))
-        elif any(f.contract in ("truncate", "offset") for f in leaks):
+        elif not content and any(f.contract in ("truncate", "offset") for f in leaks):
             said.append(
                 "no content crosses at equal lengths; the length or the place in the buffer itself decides bits"
             )
@@ -159,27 +157,34 @@ def diagnose(judge: Judge, dense: bool) -> Diagnosis:
         content,
         key=lambda f: (f.contract == "prefix", f.operand != "all", f.disturbance in ("spike", "one", "redraw"), f.rows),
     )
-    s = judge.book.settings
-    m = dependency_map(judge, lead, positions_for(s.lengths[lead.document], dense))
+    m = dependency_map(judge, lead, positions_for(judge.book.settings.lengths[lead.document], dense))
     said.append(_negation(judge, lead))
     reach, group, alignment = read_groups(m) if m else (None, None, None)
     if reach == "group":
         said.append(
             f"tokens share something in groups of {group}, counted from the start of the "
-            f"{'document' if alignment == 'document' else 'buffer'}"
+            + {"address": "buffer"}.get(str(alignment), "document")
         )
     elif reach == "lookahead":
-        said.append(f"each row reads {group - 1 if group else 0} tokens ahead")
+        said.append(f"rows read {group} token{'s' if group != 1 else ''} ahead")
+        group = None
     elif reach == "document":
         said.append(
-            "every later token moves rows from the document's first on: shared by all of its "
-            f"{m.length if m else 0} positions (or a larger group)"
+            "every later token moves rows from the document's first on: shared by the whole document, or a larger group"
         )
     elif reach == "call":
         said.append("one token moves rows from the first on, in other documents too: shared by the whole call")
-    crossing = any(f.contract == "document" for f in leaks)
-    said.append("it crosses documents" if crossing else "it stays inside the document")
+    said += _behind(m, judge.book.settings.left)
+    said.append("it crosses documents" if outside else "it stays inside the document")
     return Diagnosis(carry, [x for x in said if x], group, alignment, reach, m)
+
+
+def _behind(m: Map | None, left: int | None) -> list[str]:
+    """Rows behind a token that should no longer see it."""
+    if m is None or left is None:
+        return []
+    far = max((i - j for j, moved in m.columns.items() for i in moved), default=0)
+    return [f"rows up to {far} positions behind a token read it, and the window ends at {left}"] if far > left else []
 
 
 def _sizes(found: list[Finding]) -> str:
@@ -188,10 +193,11 @@ def _sizes(found: list[Finding]) -> str:
 
 
 def _negation(judge: Judge, lead: Finding) -> str:
-    """Does negating the later tokens, which keeps every amax, move what the lead moved?"""
+    """Does negating the tokens, which keeps every amax, move what the lead moved?"""
     if lead.cut is None or lead.operand == "layout":
         return ""
-    e = judge.book.change(lead.tone, lead.operand, "negate", lead.document, lead.cut)
+    stop = None if lead.contract == "prefix" else lead.cut + 3
+    e = judge.book.change(lead.tone, lead.operand, "negate", lead.document, lead.cut, stop)
     try:
         base, changed = judge.base(e.base), judge.target.run(e.changed)
     except Refused:
@@ -199,14 +205,15 @@ def _negation(judge: Judge, lead: Finding) -> str:
     for check in e.checks:
         if check.contract == lead.contract and check.tensor == lead.tensor:
             if bool(differs(base[check.tensor][check.rows], changed[check.tensor][check.into]).any()):
-                return "negating later tokens moves earlier rows too: values cross, not only magnitudes"
-            return "negating later tokens moves nothing: what crosses is a magnitude, as a shared scale does"
+                return "negating the tokens, which keeps every amax, moves rows too: values cross, not only magnitudes"
+            return "negating the tokens moves nothing: what crosses is a magnitude, as a shared scale does"
     return ""
 
 
 def heat(m: Map) -> torch.Tensor:
-    """(length, columns) 0/1: row i moved by the n-th disturbed token."""
+    """(length, columns): 1 where the n-th disturbed token moves an earlier row, .25 where a later one, as it may."""
     out = torch.zeros(m.length, len(m.columns))
-    for n, moved in enumerate(m.columns.values()):
-        out[list(moved), n] = 1.0
+    for n, (j, moved) in enumerate(m.columns.items()):
+        for i in moved:
+            out[i, n] = 1.0 if i < j else 0.25
     return out

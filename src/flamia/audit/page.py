@@ -57,7 +57,8 @@ def render(reports: list[Report], title: str | None = None, overview: RecipeAudi
             "report": r,
             "verdict": r.verdict,
             "contracts": CONTRACTS,
-            "moved": _png(moved_figure(r)),
+            # In a long list, a picture of nothing but zeros tells less than its table does.
+            "moved": _png(moved_figure(r)) if r.findings or overview is None else None,
             "where": _png(where_figure(r)) if any(f.contract == "prefix" for f in r.findings) else None,
             "map": _png(map_figure(r.diagnosis.map)) if r.diagnosis and r.diagnosis.map else None,
             "masses": [mass_text(m) for m in r.masses],
@@ -124,14 +125,14 @@ def moved_figure(report: Report) -> Figure:
 def where_figure(report: Report) -> Figure:
     """Earlier positions moved by a suffix: one line per cut, operand and tensor."""
     found = [f for f in report.findings if f.contract == "prefix" and f.cut is not None]
-    lines = sorted({(f.cut, f.operand, f.tensor) for f in found})[:60]
-    length = max(f.cut for f in found if f.cut is not None) + 1
+    lines = sorted({(int(f.cut or 0), f.operand, f.tensor) for f in found})[:60]
+    length = max(cut for cut, _, _ in lines) + 1
     image = [[0.0] * length for _ in lines]
     for f in found:
-        if (f.cut, f.operand, f.tensor) in lines:
-            for p in f.positions:
-                if p < length:
-                    image[lines.index((f.cut, f.operand, f.tensor))][p] = 1.0
+        key = (int(f.cut or 0), f.operand, f.tensor)
+        for p in f.positions if key in lines else ():
+            if p < length:
+                image[lines.index(key)][p] = 1.0
     figure, axes = _figure(7.6, 0.9 + 0.17 * len(lines))
     axes.imshow(image, cmap="Reds", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
     for y, (cut, _, _) in enumerate(lines):
@@ -143,10 +144,10 @@ def where_figure(report: Report) -> Figure:
 
 def map_figure(m: Map) -> Figure:
     figure, axes = _figure(5.6, 5.2)
-    axes.imshow(heat(m), cmap="Reds", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
+    axes.imshow(heat(m).tolist(), cmap="Reds", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
     tokens = list(m.columns)
     axes.plot(range(len(tokens)), tokens, color=INK, linewidth=1)
-    axes.set_xticks(range(0, len(tokens), 4), tokens[::4], fontsize=6, rotation=90)
+    axes.set_xticks(list(range(0, len(tokens), 4)), [str(t) for t in tokens[::4]], fontsize=6, rotation=90)
     axes.set_xlabel(f"disturbed token ({m.disturbance} of {m.operand})", fontsize=8)
     axes.set_ylabel(f"position whose {m.tensor} moved (above the line: earlier ones)", fontsize=8)
     return figure

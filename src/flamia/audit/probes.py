@@ -136,7 +136,7 @@ def draw(tone: str, packing: Packing, heads: tuple[int, int], dim: int, dtype: t
             [2.0**-20, 1.125 * 2.0**-15] if tone == "edge" else [1.03125, 1.03125], dtype=torch.float64
         )
         v, do = (x.sign() * sizes[torch.arange(x.shape[1]) % 2][None, :, None] for x in (v, do))
-    return Inputs(*(x.to(dtype) for x in (q, k, v, do)), packing=packing)
+    return Inputs(q.to(dtype), k.to(dtype), v.to(dtype), do.to(dtype), packing)
 
 
 def disturb(base: Inputs, fresh: Inputs, tone: str, operands: tuple[str, ...], rows: Tensor, how: str) -> Inputs:
@@ -246,7 +246,7 @@ class Book:
         """The same documents elsewhere in the buffer: reversed, alone, after leads of other lengths."""
         s, p = self.settings, self.settings.packing
         every = ("O", "dQ", "dK", "dV")
-        whole = [(p.rows(d), d) for d in range(len(s.lengths))]
+        whole: list[tuple[Tensor, int | None]] = [(p.rows(d), d) for d in range(len(s.lengths))]
         yield self.rearrange(tone, "documents reversed", whole[::-1], every, "offset", s.watched)
         if s.depth == 0:
             return
@@ -317,12 +317,13 @@ def _shapes(book: Book) -> Iterator[Experiment]:
 
 
 def _nonfinite(book: Book) -> Iterator[Experiment]:
+    """Three poisoned tokens, so that later rows with sound queries see them; and a poisoned document."""
     s = book.settings
     others = [d for d, n in enumerate(s.lengths) if n and d != s.watched]
     for how in NONFINITE[:1] if s.depth == 0 else NONFINITE:
         for operand in OPERANDS if s.depth > 1 else ("all",):
             for cut in s.cuts if s.depth == 4 else s.cuts[-1:]:
-                yield book.change("plain", operand, how, s.watched, cut)
+                yield book.change("plain", operand, how, s.watched, cut, cut + 3)
             if others and s.depth > 0:
                 yield book.change("plain", operand, how, others[0], 0)
 

@@ -16,13 +16,13 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from .auditor import audit_callable
-from .contract import CONTRACTS
+from .contract import CONTRACTS, IMPLIES
 from .report import EXIT, Report, finite
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class RecipeAudit:
         statuses = {r.statuses[contract] for r in reports}
         status = next((s for s in ("leak", "undecided", "clean") if s in statuses), "untried")
         count = sum(n for r in reports for (c, _, _), n in r.tried.items() if c == contract)
-        found = [f for r in reports for f in r.findings if f.contract == contract]
+        parts = IMPLIES.get(contract, (contract,))
+        found = [f for r in reports for f in r.findings if f.contract in parts]
         largest = max((f.largest for f in found), default=None)
         return (
             status,
@@ -105,11 +106,22 @@ class RecipeAudit:
             bool(found) and all(f.kind == "order" for f in found),
         )
 
+    def bias(self, recipe: str) -> float | None:
+        """The worst bias of a sum, over lengths and masks."""
+        masses = [m for r in self.rows if r.recipe == recipe for m in r.report.masses]
+        return max((x for m in masses for x in (m.o_bias, m.dv_bias) if x is not None), default=None)
+
     def cell_text(self, recipe: str, contract: str) -> str:
         status, claimed, count, largest, order = self.cell(recipe, contract)
-        if status == "untried":
+        bias = self.bias(recipe)
+        if contract == "mass" and bias is not None:
+            text = f"{bias:.1g}"
+        elif status == "untried":
             return "-"
-        text = f"0 of {count}" if largest is None else f"order {largest:.1g}" if order else f"{largest:.2g}"
+        elif largest is None:
+            text = f"0 of {count}"
+        else:
+            text = f"order {largest:.1g}" if order else f"{largest:.2g}"
         return text if claimed else f"({text})"
 
     def __str__(self) -> str:
@@ -197,9 +209,10 @@ def callable_of(
     import flamia
 
     def fn(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return flamia.attention_varlen(
+        out = flamia.attention_varlen(
             q, k, v, cu_seqlens, causal=mask.causal, window=mask.window, recipe=recipe, backend=backend
         )
+        return cast(Tensor, out)  # without return_lse there is one
 
     return fn
 

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .contract import CONTRACTS, OPERANDS, TENSORS
+from .contract import CONTRACTS, IMPLIES, OPERANDS, TENSORS
 from .diagnose import Diagnosis
 from .judge import Finding
 from .mass import Mass
@@ -79,7 +79,7 @@ class Report:
     @property
     def reasons(self) -> list[str]:
         """Why the verdict is what it is, the worst finding of each broken contract first."""
-        out = []
+        out, below = [], []
         for contract in CONTRACTS:
             if contract not in self.claims or self.statuses[contract] == "clean":
                 continue
@@ -88,19 +88,21 @@ class Report:
                 out += self.mass_reasons
             elif self.statuses[contract] == "untried":
                 out.append(f"{contract}: claimed, and could not be tried")
-            elif worst is None:
-                out.append(f"{contract}: not repeatable, so no bitwise verdict")
-            elif worst.kind == "order":
-                out.append(f"{worst.text}: within the order of summation, contents cross nothing")
-            elif contract == "repeat":
+            elif contract == "repeat" and worst is not None:
                 out.append(f"not repeatable: no bitwise verdict. {worst.text}")
+            elif worst is None or worst.kind == "noise":
+                below.append(contract)
+            elif worst.kind == "order":
+                out.append(f"{worst.text}; within the order of summation, and contents cross nothing")
             else:
                 out.append(worst.text)
+        if below:
+            out.append(f"nothing above the noise, and so undecided: {', '.join(below)}")
         return out + self.doubts
 
     def worst(self, contract: str) -> Finding | None:
         """The finding that tells most: a leak before anything weaker, one operand before all, then by size."""
-        parts = ("mask", "prefix", "document") if contract == "mask" else (contract,)
+        parts = IMPLIES.get(contract, (contract,))
         found = [f for f in self.findings if f.contract in parts]
         return max(found, key=lambda f: (f.kind == "leak", f.operand != "all", f.largest, f.rows), default=None)
 

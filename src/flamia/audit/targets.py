@@ -39,7 +39,7 @@ class Inputs:
 
     def take(self, rows: Tensor, packing: Packing) -> Inputs:
         """The same tokens gathered into another packing."""
-        return Inputs(*(getattr(self, name)[rows] for name in OPERANDS), packing=packing)
+        return Inputs(self.q[rows], self.k[rows], self.v[rows], self.do[rows], packing)
 
 
 Outputs = dict[str, Tensor]  # "O" always; "dQ", "dK", "dV" where gradients exist; packed layout, on the CPU

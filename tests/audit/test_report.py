@@ -1,0 +1,112 @@
+"""Reports read back, sums are measured, and our own presets keep what they claim."""
+
+import base64
+import io
+import json
+import re
+
+import pytest
+from audit import toys
+from rich.console import Console
+
+from flamia.audit import CONTRACTS, LEAKY, audit_callable, audit_recipes
+from flamia.audit.controls import attend
+from flamia.audit.mass import LIMIT, Mass, verdict
+from flamia.audit.recipes import MASKS, RecipeAudit, Row, _missed
+
+SMALL = {"lengths": (13, 75, 0, 1, 21), "heads": (2, 1), "head_dim": 16}
+
+
+def printed(thing):
+    out = io.StringIO()
+    Console(width=160, file=out).print(thing)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def leak():
+    return audit_callable(LEAKY[0].fn, effort="brief", name="stripes", **SMALL)
+
+
+def test_json_says_all_of_it(leak, tmp_path):
+    got = json.loads(leak.to_json(tmp_path / "a.json"))
+    assert json.loads((tmp_path / "a.json").read_text()) == got
+    assert (got["schema"], got["verdict"], got["exit_code"], got["target"]["name"]) == (1, "leak", 1, "stripes")
+    assert set(got["statuses"]) == set(CONTRACTS) and got["statuses"]["prefix"] == "leak"
+    cell = next(c for c in got["tried"] if (c["contract"], c["tensor"], c["operand"]) == ("prefix", "O", "v"))
+    assert cell["moved"] > 0 and 0 < cell["largest"] <= 2
+    assert {f["first"] for f in got["findings"] if f["contract"] == "prefix" and f["tensor"] == "O" and f["cut"] == 7} == {0}
+    assert got["diagnosis"]["group"] == 32 and got["diagnosis"]["carriers"]["O"] == ["v"]
+    assert len(got["controls"]) == len(LEAKY) + 1 and all(c["caught"] for c in got["controls"])
+    assert got["blind_spots"]
+
+
+def test_html_stands_alone(leak, tmp_path):
+    leak.to_html(tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == 3 and all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
+    assert "stripes" in page and "groups of 32" in page and not re.search(r'(src|href)="(?!data:)', page)
+
+
+def test_names_are_escaped_in_html():
+    report = audit_callable(attend, effort="spot", name="<script>alert(1)</script>", **SMALL)
+    assert "<script>" not in report.to_html()
+
+
+def test_text_and_table(leak):
+    assert str(leak).startswith("stripes: LEAK") and "= O is moved by v" in str(leak)
+    shown = printed(leak)
+    assert "prefix" in shown and "stripes: leak" in shown
+
+
+def test_sums():
+    good = audit_callable(attend, claims=("mass",), effort="quick", **SMALL)
+    assert good.verdict == "clean" and [m.length for m in good.masses] == [33, 300, 1024]
+    assert max(m.o_bias for m in good.masses) < 2.0**-12 and max(m.dq_equal for m in good.masses) < 1e-9
+    bad = audit_callable(toys.unboosted, claims=("mass", "prefix"), effort="brief", **SMALL)
+    assert bad.statuses["prefix"] == "clean" and bad.verdict == "leak"
+    assert any("underflows" in r for r in bad.reasons) and bad.masses[0].tail == 0.0
+
+    def shy(q, k, v, cu):
+        return attend(q, k, v, cu) * 0.99
+
+    assert any("off by 0.01" in r for r in audit_callable(shy, claims=("mass",), effort="brief", **SMALL).reasons)
+
+
+def test_a_bias_that_grows_is_broken_before_it_is_large():
+    grown = [Mass(33, o_bias=1e-5), Mass(300, o_bias=3e-4), Mass(1024, o_bias=0.6 * LIMIT)]
+    status, reasons = verdict(grown)
+    assert status == "leak" and "grows" in reasons[0]
+    assert verdict([Mass(33, o_bias=3e-4), Mass(1024, o_bias=3e-4)])[0] == "clean"
+    assert verdict([Mass(33, refused="no")])[0] == "untried"
+
+
+@pytest.fixture(scope="module")
+def presets():
+    return audit_recipes(["mxfp8/strict", "mxfp8/fast"], masks=MASKS[:2], effort="spot", head_dim=16)
+
+
+def test_presets_keep_their_claims(presets):
+    assert presets.verdict == "clean" and presets.exit_code == 0 and presets.missed == []
+    for contract in ("prefix", "truncate", "document", "offset", "mask", "repeat", "nonfinite"):
+        status, claimed, count, largest, _ = presets.cell("mxfp8/strict", contract)
+        assert (status, claimed, largest) == ("clean", True, None) and count > 0
+    status, claimed, _, largest, _ = presets.cell("mxfp8/fast", "prefix")
+    assert status == "leak" and not claimed and largest > 0.1
+    assert presets.cell("current_scaling", "document")[0] == "leak"
+
+
+def test_presets_are_shown(presets, tmp_path):
+    got = json.loads(presets.to_json(tmp_path / "r.json"))
+    assert got["exit_code"] == 0 and len(got["rows"]) == 4 + 4  # two masks each, and the four imitations
+    assert "mxfp8/strict" in str(presets) and str(presets).endswith("verdict: clean")
+    assert "current_scaling" in printed(presets)
+    assert presets.to_html(tmp_path / "r.html").count("<h2>") == 8
+
+
+def test_a_preset_that_is_known_to_leak_and_does_not_spoils_the_audit():
+    clean = audit_callable(attend, effort="spot", claims=("document",), explain=False, **SMALL)
+    rows = [Row("mxfp8/fast", MASKS[0], clean)]
+    assert _missed(rows) == ["mxfp8/fast under causal: no leak seen in prefix"]
+    assert RecipeAudit(rows, _missed(rows)).exit_code == 2
