@@ -77,7 +77,7 @@ class Size:
     explained: tuple[str, ...] = tasks.EXPLAINED
     read: tuple[str, ...] = tasks.READ
     measured: tuple[str, ...] = tasks.MEASURED
-    steps: int | None = None
+    steps: int = 160
     tokens: int = 1024
 
 
@@ -98,7 +98,7 @@ def run(out: Path, *, data: Path | None = None, size: Size = FULL, processes: in
 
     demo = Demo(data=str(load_corpus(data)), tokens=size.tokens)  # refuses bad data before any work
     folders = {recipe: out / "train" / recipe.replace("/", "-") for recipe in tasks.TRAINED}
-    changes = {} if size.steps is None else {"steps": size.steps, "evaluate_every": size.steps, "evaluate_batches": 2}
+    changes = {"steps": size.steps, "evaluate_every": max(1, size.steps // 4)}
     started = time.perf_counter()
     plan: Plan = {"audit": (tasks.audit_presets, {"names": size.audited})}
     for recipe, folder in folders.items():

@@ -13,7 +13,7 @@ Say = Callable[[int, int, str], None]
 
 TRAINED = ("mxfp8/fast", "mxfp8/strict", "bf16/strict")
 EXPLAINED = ("mxfp8/fast", "v_stripes_floor", "k_centered", "current_scaling")
-"""Leaks whose maps are drawn: one that hides inside groups, two that imitate others, one that couples the whole call."""
+"""Leaks whose maps are drawn: a document's, a group's, a statistic's and the whole call's."""
 PROBED = "mxfp8/strict"
 """Whose checkpoint the text probe reads."""
 
