@@ -103,6 +103,20 @@ def test_second_derivative_is_refused_by_name():
         dq.sum().backward()
 
 
+def test_forward_mode_is_refused_and_not_answered_with_zeros():
+    q, k, v = inputs()
+    with pytest.raises(UnsupportedError, match="v is a dual tensor"):
+        torch.func.jvp(lambda v: attend(q, k, v)[0], (v,), (v,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedError, match="q is a dual tensor"):
+        attend(torch.autograd.forward_ad.make_dual(q, q), k, v)
+
+
+def test_vmap_is_a_loop():
+    batches = [torch.stack([x, 2 * x]) for x in inputs()]
+    mapped = torch.func.vmap(lambda q, k, v: attend(q, k, v)[0])(*batches)
+    assert same(mapped, [attend(*(x[i] for x in batches))[0] for i in range(2)])
+
+
 def test_offsets_edited_between_forward_and_backward_are_noticed():
     q, k, v = inputs(grad=True)
     cu = CU.clone()

@@ -23,6 +23,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flamia.recipe import Recipe
 
@@ -74,6 +75,10 @@ def _check_tensor(name: str, x: Tensor, layout: str) -> None:
         raise UnsupportedError(
             f"{name} must be an ordinary strided tensor, got a nested or sparse one; "
             f"pass its values and offsets to flamia.attention_varlen"
+        )
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
+        raise UnsupportedError(  # torch would drop the tangent and return zeros
+            f"{name} is a dual tensor: forward-mode derivatives (torch.func.jvp) are not supported, use backward()"
         )
     form, rank, other = {
         "batched": ("(batch, tokens, heads, dim)", 4, "packed documents go to flamia.attention_varlen"),
