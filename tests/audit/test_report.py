@@ -9,10 +9,12 @@ import pytest
 from audit import toys
 from rich.console import Console
 
+import flamia
+from flamia import Recipe
 from flamia.audit import CONTRACTS, LEAKY, audit_callable, audit_recipes
 from flamia.audit.controls import attend
 from flamia.audit.mass import LIMIT, Mass, verdict
-from flamia.audit.recipes import MASKS, RecipeAudit, Row, _missed
+from flamia.audit.recipes import LONG_MASKS, MASKS, RecipeAudit, Row, _missed, callable_of
 
 SMALL = {"lengths": (13, 75, 0, 1, 21), "heads": (2, 1), "head_dim": 16}
 
@@ -82,6 +84,43 @@ def test_a_bias_that_grows_is_broken_before_it_is_large():
     assert verdict([Mass(33, refused="no")])[0] == "untried"
 
 
+@pytest.mark.parametrize(
+    "cell,tensor,operand",
+    [
+        ("frontier.o_v=e4m3:stripe32", "O", "v"),
+        ("frontier.e_g=e4m3:block", "dQ", "do"),
+        ("s_q=e4m3:block", "O", "q"),
+        ("frontier.dq_u=e4m3:square", "dQ", "k"),
+    ],
+)
+def test_one_careless_cell_in_strict_is_found(cell, tensor, operand):
+    fn = callable_of(Recipe.parse(f"mxfp8/strict,{cell}"), MASKS[0])
+    report = audit_callable(fn, effort="brief", heads=(2, 1), head_dim=16, explain=False)
+    assert report.verdict == "leak" and report.statuses["document"] == "clean"
+    found = {(f.tensor, f.operand) for f in report.findings if f.contract == "prefix"}
+    assert (tensor, operand) in found and (tensor == "O" or not any(t == "O" for t, _ in found))
+
+
+def test_every_way_in_is_isolated():
+    """Batched, drop-in, and with its LSE: the same promise."""
+
+    def drop_in(q, k, v, cu):
+        longest = int(cu.diff().max())
+        return flamia.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
+
+    def with_lse(q, k, v, cu):
+        return flamia.attention_varlen(q, k, v, cu, causal=True, return_lse=True)
+
+    def batched(q, k, v):
+        return flamia.attention(q, k, v, causal=True)
+
+    claims = Recipe.strict().claims
+    options = {"effort": "spot", "heads": (2, 1), "head_dim": 16, "claims": claims}
+    assert flamia.audit(drop_in, **options).verdict == "clean"
+    assert flamia.audit(with_lse, **options).verdict == "clean"
+    assert flamia.audit(batched, layout="batched", **options).verdict == "clean"
+
+
 @pytest.fixture(scope="module")
 def presets():
     return audit_recipes(["mxfp8/strict", "mxfp8/fast"], masks=MASKS[:2], effort="spot", head_dim=16)
@@ -103,6 +142,14 @@ def test_presets_are_shown(presets, tmp_path):
     assert "mxfp8/strict" in str(presets) and str(presets).endswith("verdict: clean")
     assert "current_scaling" in printed(presets)
     assert presets.to_html(tmp_path / "r.html").count("<h2>") == 8
+
+
+def test_windows_long_enough_to_hide_parts_of_whole_blocks():
+    for mask in LONG_MASKS:
+        report = audit_recipes(["mxfp8/strict"], masks=[mask], controls=False, effort="spot", head_dim=16).rows[0].report
+        assert report.verdict == "clean"
+        hidden = [(c, t) for (c, t, o), n in report.tried.items() if c == "mask" and o in ("k", "v") and n]
+        assert ("mask", "O") in hidden and ("mask", "dQ") in hidden
 
 
 def test_a_preset_that_is_known_to_leak_and_does_not_spoils_the_audit():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,10 +64,10 @@ CONTROL_LENGTHS, CONTROL_HEADS, CONTROL_DIM = (13, 75, 0, 1, 21), (2, 1), 16
 
 def inside(positions: tuple[int, ...], longest: int) -> tuple[int, ...]:
     """Positions within a document. One past its end is taken modulo 64, which keeps it inside, or on the edge of, every
-    group of up to 64; a document too short for any is cut in the middle.
+    group of up to 64; then, in a document shorter than that, modulo its length.
     """
-    kept = sorted({p if p < longest else p % 64 for p in positions} - {0})
-    return tuple(p for p in kept if p < longest) or (longest // 2,)
+    kept = {p if p < longest else p % 64 % longest for p in positions} - {0}
+    return tuple(sorted(kept)) or (longest // 2,)
 
 
 def settings_for(
@@ -230,8 +230,7 @@ def audit_callable(
     judge = Judge(target, Book(settings, heads, head_dim))
 
     judge.repeat(settings.tones[: (1, 2, 3, 6, 6)[settings.depth]], "the same call again")
-    planned = list(experiments(judge.book))
-    for e in _shown(planned, progress):
+    for e in _shown(experiments(judge.book), progress):
         judge.run(e)
     judge.repeat(settings.tones[: 1 if settings.depth < 2 else 2], "the same call after others")
     judge.settle()
@@ -271,12 +270,13 @@ def audit_callable(
     return report
 
 
-def _shown(planned: list[Experiment], progress: bool) -> Iterable[Experiment]:
+def _shown(planned: Iterator[Experiment], progress: bool) -> Iterable[Experiment]:
+    """Experiments are built as they are run, since a list of them holds gigabytes at a model's sizes; so no total."""
     if not progress:
         return planned
     from rich.progress import track
 
-    return track(planned, description="audit")
+    return track(planned, description="experiments", total=None)
 
 
 def _doubts(settings: Settings, results: list[ControlResult]) -> list[str]:

@@ -104,18 +104,18 @@ def positions_for(length: int, dense: bool) -> list[int]:
     return sorted(p for p in edges | grid if 0 < p < length)
 
 
-def read_groups(m: Map) -> tuple[str | None, int | None, str | None]:
-    """(reach, group size, alignment) from the first row that each token moves."""
+def read_groups(m: Map) -> tuple[str | None, int | None, str | None, bool]:
+    """(reach, group size, alignment, whether a larger size fits as well) from the first row that each token moves."""
     firsts = {j: m.earlier(j)[0] for j in m.columns if m.earlier(j)}
     if not firsts:
-        return None, None, None
+        return None, None, None, False
     spans = [j - first for j, first in firsts.items()]
     # The same distance wherever the token stands: no group, but a mask that lets so many tokens through.
     if len(spans) > 3 and spans.count(max(spans)) > len(spans) / 2:
-        return "lookahead", max(spans), None
+        return "lookahead", max(spans), None, False
     # Row 0 sees one key, so it cannot tell what that key's logit is: a group may seem to begin one row late there.
     if all(first <= 2 for first in firsts.values()) and len(firsts) > 0.8 * len([j for j in m.columns if j > 2]):
-        return ("call" if any(m.elsewhere.values()) else "document"), None, None
+        return ("call" if any(m.elsewhere.values()) else "document"), None, None, False
     fits = []
     for size in {*GROUPS, *range(2, 129)}:
         for alignment, phase in (("document", 0), ("address", m.offset % size)):
@@ -124,9 +124,10 @@ def read_groups(m: Map) -> tuple[str | None, int | None, str | None]:
             if min(late) >= 0 and sum(n <= 2 for n in late) > len(late) / 2:
                 fits.append((sum(late), size not in GROUPS, size, alignment))
     if fits:
-        _, _, size, alignment = min(fits)
-        return "group", size, alignment
-    return None, None, None
+        late_rows, _, size, alignment = min(fits)
+        more = any(f[0] == late_rows and f[2] in GROUPS and f[2] > size and f[3] == alignment for f in fits)
+        return "group", size, alignment, more
+    return None, None, None, False
 
 
 def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
@@ -159,10 +160,10 @@ def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
     )
     m = dependency_map(judge, lead, positions_for(judge.book.settings.lengths[lead.document], dense))
     said.append(_negation(judge, lead))
-    reach, group, alignment = read_groups(m) if m else (None, None, None)
+    reach, group, alignment, more = read_groups(m) if m else (None, None, None, False)
     if reach == "group":
         said.append(
-            f"tokens share something in groups of {group}, counted from the start of the "
+            f"tokens share something in groups of {group}{' or more' if more else ''}, counted from the start of the "
             + {"address": "buffer"}.get(str(alignment), "document")
         )
     elif reach == "lookahead":

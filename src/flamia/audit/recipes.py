@@ -33,19 +33,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mask:
+    """A mask, the heads to try it with, and where its edges are (None: the effort's own lengths and cuts)."""
+
     name: str
     causal: bool
     window: tuple[int, int] | None
     heads: tuple[int, int]
+    lengths: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] | None = None
 
 
-# Grouped heads under the masks that training uses, single heads once each way; windows shorter and longer than a
-# block of 32.
+# Windows below two blocks of 128 never hide part of a document from a whole block: the last two are long enough to, and
+# need a longer document with cuts near its ends. They matter to whoever claims `mask`, and only those are asked.
 MASKS = (
     Mask("causal", True, None, (4, 2)),
     Mask("causal, left 40", True, (40, 0), (2, 2)),
     Mask("full", False, None, (2, 1)),
     Mask("left 40, right 24", False, (40, 24), (2, 1)),
+)
+LONG_MASKS = (
+    Mask("causal, left 260", True, (260, 0), (2, 1), (13, 300, 1), (7, 267)),
+    Mask("left 270, right 150", False, (270, 150), (2, 1), (13, 300, 1), (7, 267)),
 )
 
 # Seen through which contract each imitation must be caught; `fast` presets leak inside groups of tokens.
@@ -220,7 +228,7 @@ def callable_of(
 def audit_recipes(
     recipes: Iterable[Recipe | str] | None = None,
     *,
-    masks: Sequence[Mask] = MASKS,
+    masks: Sequence[Mask] | None = None,
     controls: bool = True,
     effort: str = "brief",
     head_dim: int = 32,
@@ -235,7 +243,8 @@ def audit_recipes(
     Args:
         recipes: ``Recipe`` values, strings for ``Recipe.parse``, or names in ``flamia.recipe.CONTROLS``; None: all
         presets.
-        masks: the first one gets the whole ``effort``, the others a spot check when the effort is "brief".
+        masks: ``MASKS`` by default, and ``LONG_MASKS`` for recipes that claim ``mask``. The first one gets the whole
+            ``effort``, the others a spot check when the effort is "brief".
         controls: also run ``flamia.recipe.CONTROLS`` under the first mask and require each to be caught.
         progress: called with (audits done, audits in all, what comes next).
     """
@@ -249,8 +258,12 @@ def audit_recipes(
             recipe = Recipe.parse(item) if isinstance(item, str) else item
             chosen.append((str(recipe), recipe))
     names = {name for name, _ in chosen}
-    work = [(name, recipe, mask) for name, recipe in chosen for mask in (masks[:1] if name in CONTROLS else masks)]
-    work += [(name, recipe, masks[0]) for name, recipe in CONTROLS.items() if controls and name not in names]
+    first = (MASKS if masks is None else masks)[0]
+    work = []
+    for name, recipe in chosen:
+        usual = MASKS + (LONG_MASKS if "mask" in recipe.claims else ()) if masks is None else masks
+        work += [(name, recipe, mask) for mask in ((first,) if name in CONTROLS else usual)]
+    work += [(name, recipe, first) for name, recipe in CONTROLS.items() if controls and name not in names]
     rows = []
     for n, (name, recipe, mask) in enumerate(work):
         if progress:
@@ -270,7 +283,9 @@ def audit_recipes(
                     head_dim=head_dim,
                     dtype=dtype,
                     claims=claims,
-                    effort="spot" if effort == "brief" and mask is not masks[0] else effort,
+                    lengths=mask.lengths,
+                    cuts=mask.cuts,
+                    effort="spot" if effort == "brief" and mask is not first else effort,
                     seed=seed,
                     device=device,
                     name=f"{name}, {mask.name}",
