@@ -23,8 +23,8 @@ operator's schema: `str(recipe)` is "route/safety" and then whatever departs fro
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from typing import ClassVar
 
 ROUTES = ("mxfp8", "nvfp4_fp8", "nvfp4", "mxfp8_scores", "bf16")
 SAFETIES = ("strict", "fold", "fast")
@@ -118,7 +118,9 @@ class Recipe:
     normalizer: str = "unrounded"
     center_k: str = "none"
     rounding: bool = True
-    cells: tuple[tuple[str, str], ...] = field(default=())
+    cells: tuple[tuple[str, str], ...] = ()
+
+    _tables: ClassVar[tuple[Operands, Operands]]  # of each instance, set once by __post_init__
 
     @classmethod
     def strict(cls, route: str = "mxfp8", **options) -> Recipe:
@@ -159,7 +161,7 @@ class Recipe:
             elif types[name] == "bool":
                 values[name] = _parse_bool(name, value)
             elif types[name] == "int":
-                values[name] = int(value)
+                values[name] = _parse_int(name, value)
             else:
                 values[name] = value
         if cells:
@@ -186,6 +188,7 @@ class Recipe:
             raise ValueError(f"lag={self.lag}: a reference cannot lead the row maximum; use 0 or more")
         for name, cell in self.cells:
             _check_cell(name, cell)
+        object.__setattr__(self, "_tables", _tables(self))
         used = {cell for table in (self.full, self.frontier) for cell in dataclasses.astuple(table)}
         low = {cell.split(":")[0] for cell in used} - {"bf16"}
         p_formats = {table.o_p.split(":")[0] for table in (self.full, self.frontier)}
@@ -216,12 +219,12 @@ class Recipe:
     @property
     def full(self) -> Operands:
         """Operands of pairs of blocks in which every query sees every key."""
-        return _tables(self)[0]
+        return self._tables[0]
 
     @property
     def frontier(self) -> Operands:
         """Operands of all other pairs. Equal to `full` where a recipe makes no difference."""
-        return _tables(self)[1]
+        return self._tables[1]
 
     @property
     def splits(self) -> str:
@@ -251,6 +254,13 @@ def _parse_bool(name: str, value: str) -> bool:
     if value not in ("True", "False"):
         raise ValueError(f"{name}={value!r}: allowed are True and False")
     return value == "True"
+
+
+def _parse_int(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r}: an integer is needed") from None
 
 
 def _option_names() -> list[str]:
@@ -283,7 +293,6 @@ def _preset(route: str, safety: str, options: dict) -> Recipe:
     return Recipe(**{"route": route, "safety": safety, **defaults, **options})
 
 
-@cache
 def _tables(recipe: Recipe) -> tuple[Operands, Operands]:
     full, frontier = _route_tables(recipe)
     changes = {name: cell for name, cell in recipe.cells if not name.startswith("frontier.")}

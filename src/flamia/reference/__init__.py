@@ -6,4 +6,6 @@
 from flamia.reference.backward import backward
 from flamia.reference.forward import forward
 
-__all__ = ["backward", "forward"]
+HANDLES = frozenset({"subset"})  # `backward` computes what is `wanted` and no more
+
+__all__ = ["HANDLES", "backward", "forward"]

@@ -20,10 +20,10 @@ FP16_TARGET = 2.0**14
 
 
 class Gradients:
-    """dq, dk, dv of a call, in float64 until `finish`."""
+    """dq, dk, dv of a call, in float64 until `finish`; those not wanted stay zero and cost nothing."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, wanted: tuple[bool, bool, bool]) -> None:
+        self.problem, self.wanted = problem, wanted
         zeros = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in problem.tensors.items() if name != "g"}
         self.dq, self.dk, self.dv = zeros["q"], zeros["k"], zeros["v"]
         self.dk_rotated = torch.zeros_like(self.dk) if problem.recipe.rotate else None
@@ -33,33 +33,38 @@ class Gradients:
 
     def add(self, block: Block, p: Tensor, u: Tensor) -> dict[str, Tensor]:
         """Add one block of queries; returns the rounded weights by cell name, for diagnostics."""
-        problem = self.problem
-        weights: dict[str, Tensor] = {}
-        dq = [torch.zeros_like(block.queries(self.dq)) for _ in range(2)]  # given and rotated basis
-        row_carry: Tensor | None = None
+        weights: dict[str, list[Tensor]] = {"dq_u": [], "dk_u": [], "dv_p": []}
+        dq = [torch.zeros_like(block.queries(self.dq)) for _ in range(2)]  # in the given and in the rotated basis
+        carry: Tensor | None = None
         for segment in block.segments:
-            columns, operands = segment.columns, segment.operands
-            p_v, _ = self._round(block, segment, "dv_p", p[..., columns])
-            u_k, _ = self._round(block, segment, "dk_u", u[..., columns])
-            u_q, row_carry = self._round(block, segment, "dq_u", u[..., columns], row_carry)
-            block.add_keys(self.dv, segment, _keys_times(p_v, block.read("dv_g", segment)))
-            rotated = problem.rotated("dk_q", operands.dk_q)
-            target = self.dk_rotated if rotated and self.dk_rotated is not None else self.dk
-            block.add_keys(target, segment, _keys_times(u_k, block.read("dk_q", segment)))
-            basis = int(problem.rotated("dq_k", operands.dq_k))
-            dq[basis] = self._add_dq(block, dq[basis], u_q, block.read("dq_k", segment))
-            for name, x in (("dv_p", p_v), ("dk_u", u_k), ("dq_u", u_q)):
-                weights[name] = torch.cat([weights[name], x], -1) if name in weights else x
-        total = dq[0] + dq[1] @ problem.rotation if problem.recipe.rotate else dq[0]
-        if self.boost is not None:
-            total = total / block.queries(self.boost)[..., None]
-        block.write_rows(self.dq, total * problem.scale)
-        return weights
+            if self.wanted[0]:
+                rounded, carry = self._round(block, segment, "dq_u", u, carry)
+                basis = int(self.problem.rotated("dq_k", segment.operands.dq_k))
+                dq[basis] = self._add_dq(block, dq[basis], rounded, block.read("dq_k", segment))
+                weights["dq_u"].append(rounded)
+            if self.wanted[1]:
+                rounded, _ = self._round(block, segment, "dk_u", u)
+                rotated = self.problem.rotated("dk_q", segment.operands.dk_q)
+                target = self.dk_rotated if rotated and self.dk_rotated is not None else self.dk
+                block.add_keys(target, segment, _keys_times(rounded, block.read("dk_q", segment)))
+                weights["dk_u"].append(rounded)
+            if self.wanted[2]:
+                rounded, _ = self._round(block, segment, "dv_p", p)
+                block.add_keys(self.dv, segment, _keys_times(rounded, block.read("dv_g", segment)))
+                weights["dv_p"].append(rounded)
+        if self.wanted[0]:
+            total = dq[0] + dq[1] @ self.problem.rotation if self.problem.recipe.rotate else dq[0]
+            if self.boost is not None:
+                total = total / block.queries(self.boost)[..., None]
+            block.write_rows(self.dq, total * self.problem.scale)
+        return {name: torch.cat(parts, -1) for name, parts in weights.items() if parts}
 
     def _round(
         self, block: Block, segment: Segment, cell: str, x: Tensor, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Columns of a segment, rounded as its table says, and the exponents that the next segment starts from."""
         recipe = self.problem.recipe
+        x = x[..., segment.columns]
         if not recipe.rounding:
             return x, None
         spec = getattr(segment.operands, cell)

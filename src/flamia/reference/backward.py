@@ -33,14 +33,16 @@ def backward(
     recipe: Recipe,
     scale: float,
     diagnostics: dict | None = None,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and q's dtype (float64 without rounding).
 
     do: (Tq, Hq, Dv) gradient of o; dlse: (Hq, Tq) gradient of lse, or None. o, lse, residual: what `forward` returned.
-    diagnostics: a dict that receives what rounding did to the weights (diagnostics.py).
+    diagnostics: a dict that receives what rounding did to the weights (diagnostics.py). wanted: which of the three to
+    compute; the others come back zero.
     """
     problem = Problem(q, k, v, do, documents, recipe, scale)
-    gradients = Gradients(problem)
+    gradients = Gradients(problem, wanted)
     watch = Diagnostics(problem) if diagnostics is not None else None
     for block in problem.blocks():
         if not block.keys:
