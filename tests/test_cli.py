@@ -136,7 +136,7 @@ def test_the_exit_code_of_an_audit_is_its_verdict(flamia, monkeypatch, tmp_path,
 
 
 def test_recipes_are_audited_against_their_own_claims(flamia):
-    code, out, err = flamia("audit", "--recipe", "mxfp8/strict", "--effort", "spot", "--json")
+    code, out, err = flamia("audit", "--recipe", "mxfp8/strict", "--effort", "spot", "--head-dim", 16, "--json")
     found = json.loads(out)
     audited = {row["recipe"] for row in found["rows"]}
     assert "mxfp8/strict" in audited and {"current_scaling", "v_stripes_floor"} <= audited
@@ -169,6 +169,26 @@ def test_train_evaluate_and_resume(flamia, text, tmp_path):
     assert code == 0 and json.loads(out)[0]["gap"] == strict["gap"]
     code, out, err = flamia("train", *recipes[:2], *small, *common, "--out", out_folder, "--resume", "--seed", 4)
     assert code == 2 and out == "" and "seed = 0, this run has 4" in err
+
+
+def test_torchs_attention_can_be_trained_as_a_baseline(flamia, text, tmp_path):
+    small = [
+        "--steps",
+        2,
+        "--tokens",
+        64,
+        "--context",
+        32,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path / "out",
+        "--data",
+        text,
+    ]
+    code, out, _ = flamia("train", "-r", "torch", *small, "--json")
+    (found,) = json.loads(out)
+    assert code == 0 and found["recipe"] == "torch" and abs(found["gap"]["difference"]) < 1e-3
 
 
 def test_accuracy_is_a_list_of_measurements_or_a_table(flamia):

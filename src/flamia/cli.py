@@ -53,6 +53,13 @@ def recipe_text(text: str) -> str:
     return str(CONTROLS[text] if text in CONTROLS else Recipe.parse(text))
 
 
+def trained_text(text: str) -> str:
+    """What a model can be trained with: a recipe, a control, or "torch" for torch's own attention."""
+    from flamia.train.evaluate import TORCH
+
+    return TORCH if text == TORCH else recipe_text(text)
+
+
 def emit(value: Any) -> None:
     """One JSON document on standard output; NaN and infinity, which JSON does not know, become null."""
     print(json.dumps(finite(value), indent=2, allow_nan=False))
@@ -103,7 +110,10 @@ def info(as_json: JsonFlag = False) -> None:
 
 @app.command()
 def train(
-    recipe: Recipes = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", help='A recipe, a control, or "torch" for a 16-bit baseline; may be repeated.'),
+    ] = None,
     preset: Annotated[str, typer.Option(help='"tiny" (CPU) or "study" (GPU, the leak study).')] = "tiny",
     data: Data = None,
     out: Annotated[Path, typer.Option(help="Folder for logs, checkpoints and the picture.")] = Path("out/train"),
@@ -131,7 +141,8 @@ def train(
         "steps": steps, "tokens": tokens, "context": context, "learning_rate": learning_rate, "warmup": warmup,
         "decay": decay, "seed": seed, "evaluate_every": evaluate_every, "save_every": save_every, "backend": backend,
     }  # fmt: skip
-    configs = [room.preset(preset, recipe=recipe_text(text), **changes) for text in recipe or ["mxfp8/strict"]]
+    texts = [trained_text(text) for text in recipe or ["mxfp8/strict"]]
+    configs = [room.preset(preset, recipe=text, **changes) for text in texts]
     corpus = room.load_corpus(data)
     print(corpus, file=sys.stderr)
     runs = []
@@ -175,7 +186,7 @@ def evaluate(
     from flamia.train.evaluate import judge_checkpoint
 
     set_threads(threads)
-    text = recipe_text(recipe) if recipe else None
+    text = trained_text(recipe) if recipe else None
     own, found = judge_checkpoint(
         checkpoint, load_corpus(data), recipe=text, batches=batches, backend=backend, device=device
     )

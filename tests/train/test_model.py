@@ -40,6 +40,12 @@ def test_a_packed_document_reads_as_it_would_alone():
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
+def test_torchs_attention_is_the_same_function():
+    model, parts = Decoder(SHAPE), documents(70, 1, 150)
+    ours, torchs = (model(pack(parts), attention_for(name)) for name in ("bf16", "torch"))
+    torch.testing.assert_close(ours, torchs, rtol=0.02, atol=2e-3)
+
+
 def test_the_loss_is_over_all_bytes_but_the_last_of_each_document():
     model, attend = Decoder(SHAPE), attention_for("bf16")
     parts = documents(40, 25)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from flamia.train import checkpoint
 from flamia.train.config import TrainConfig
@@ -23,16 +24,22 @@ from flamia.train.data import Batch, Corpus, PackedStream
 from flamia.train.model import Attend, Decoder
 
 EXACT = "bf16/strict"
-"""The recipe that stands for exact attention: 16 bits, and no scale that tokens could share."""
+"""The recipe that stands for exact attention: 16 bits, and no scale that tokens could share. It always runs on the
+reference, so that it judges kernels too."""
+
+TORCH = "torch"
+"""What may stand where a recipe does: torch's own 16-bit attention, a baseline that is fast on every device."""
 
 VALIDATION_SEED = 7
 """Validation batches are the same for every run, whatever its seed."""
 
 
 def attention_for(recipe: str, backend: str = "auto") -> Attend:
-    """flamia's causal packed attention with ``recipe``, as a model wants it."""
+    """flamia's causal packed attention with ``recipe``, or torch's, as a model wants it."""
     import flamia
 
+    if recipe == TORCH:
+        return torch_attention
     parsed = flamia.Recipe.parse(recipe)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -41,6 +48,17 @@ def attention_for(recipe: str, backend: str = "auto") -> Attend:
         return o
 
     return attend
+
+
+def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """``scaled_dot_product_attention`` document by document; reads the offsets, so the host waits for the device."""
+    lengths = cu_seqlens.diff().tolist()
+    shared = q.shape[1] != k.shape[1]
+    rows = []
+    for each in zip(*(x.transpose(0, 1).split(lengths, 1) for x in (q, k, v)), strict=True):
+        query, key, value = (x[None] for x in each)
+        rows.append(F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared))
+    return torch.cat(rows, 2)[0].transpose(0, 1)
 
 
 def validation_batches(corpus: Corpus, *, tokens: int, context: int, count: int) -> list[Batch]:
@@ -117,4 +135,4 @@ def judge_checkpoint(
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     own = recipe or config.recipe
     held_out = validation_batches(corpus, tokens=config.tokens, context=config.context, count=batches)
-    return own, gap(model, held_out, attention_for(own, backend), attention_for(EXACT, backend))
+    return own, gap(model, held_out, attention_for(own, backend), attention_for(EXACT, "reference"))

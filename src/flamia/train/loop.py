@@ -76,7 +76,7 @@ class Trainer:
 
     def judge(self, exact: Attend | None = None) -> Gap:
         """Validation through the recipe's own attention and through exact attention (bfloat16, no shared scales)."""
-        return gap(self.model, self.validation, self.attend, exact or attention_for(EXACT, self.config.backend))
+        return gap(self.model, self.validation, self.attend, exact or attention_for(EXACT, "reference"))
 
     def save(self, folder: Path, *, keep: int = 2) -> Path:
         content = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flamia.console import require
+from flamia.train.evaluate import EXACT, TORCH
 from flamia.train.loop import Run
 
 COLOURS = ("#1b4f72", "#b9770e", "#6c3483", "#1e8449", "#922b21", "#5d6d7e")
@@ -37,13 +38,13 @@ def style(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def loss_curves(runs: Sequence[Run], baseline: str = "bf16/strict") -> Any:
+def loss_curves(runs: Sequence[Run], baselines: Sequence[str] = (EXACT, TORCH)) -> Any:
     """A matplotlib figure of the runs' training losses (smoothed) with validation losses as dots.
 
-    The second panel appears when one of several runs has the recipe ``baseline``.
+    The second panel appears when one of several runs has one of the recipes ``baselines``.
     """
     figure_module = require("matplotlib.figure")
-    reference = next((run for run in runs if run.config.recipe == baseline), None)
+    reference = next((run for run in runs if run.config.recipe in baselines), None)
     paired = reference is not None and len(runs) > 1
     figure = figure_module.Figure(figsize=(10, 3.8) if paired else (6.4, 3.8), layout="constrained")
     left, *rest = figure.subplots(1, 2 if paired else 1, squeeze=False)[0]
@@ -64,10 +65,12 @@ def loss_curves(runs: Sequence[Run], baseline: str = "bf16/strict") -> Any:
     left.set_title("training (lines) and validation (dots)", fontsize=10, loc="left")
     left.legend(frameon=False, fontsize=9)
     style(left)
-    if paired:
+    if paired and reference is not None:
         rest[0].axhline(0, color=BASELINE, linewidth=1)
         rest[0].set_xlabel("step")
-        rest[0].set_title(f"training loss minus that of {baseline}, same batches", fontsize=10, loc="left")
+        rest[0].set_title(
+            f"training loss minus that of {reference.config.recipe}, same batches", fontsize=10, loc="left"
+        )
         rest[0].legend(frameon=False, fontsize=9)
         style(rest[0])
     return figure
