@@ -9,7 +9,7 @@ one number per length.
 * ``dQ``     all keys of a document equal: every row of dQ is a row residual times that key, and should vanish
   against |dO| |v| |k|;
 * ``common`` one large vector added to all keys moves no weight, so it moves dQ by nothing but rounding: |change| /
-  |dQ|;
+  |dQ|. In low bits that includes the rounding of K itself, which the vector makes coarser: read it beside bf16's;
 * ``tail``   64 keys, one logit 8 above the rest with V = 0 there and 1 elsewhere: exact O is 63 e^-8 / (1 + 63
   e^-8) = .0207, and 0 if P underflows.
 

@@ -220,6 +220,7 @@ class Book:
         contract: str,
         document: int,
         cut: int | None = None,
+        loud: bool = False,
     ) -> Experiment:
         """Gather pieces of the base call into a new packing. A piece is (base rows, its document or None for a filler
         that owes nothing).
@@ -227,6 +228,9 @@ class Book:
         base = self.base(tone)
         packing = Packing(tuple(len(rows) for rows, _ in parts))
         changed = base.take(torch.cat([rows for rows, _ in parts]), packing)
+        if loud:  # fillers that any statistic of the whole call must notice
+            rows = torch.cat([packing.rows(n) for n, (_, d) in enumerate(parts) if d is None])
+            changed = disturb(changed, changed, tone, OPERANDS, rows, "spike")
         rows = torch.cat([r for r, d in parts if d is not None])
         into = torch.cat([packing.rows(n) for n, (_, d) in enumerate(parts) if d is not None])
         checks = tuple(Check(contract, t, rows, into) for t in tensors)
@@ -254,9 +258,8 @@ class Book:
         if s.layout == "packed":
             for lead in s.leads:
                 filler = (p.rows(s.watched, 0, lead), None)
-                yield self.rearrange(
-                    tone, f"after {lead} tokens", [filler, whole[s.watched]], every, "offset", s.watched
-                )
+                what, parts = f"after {lead} loud tokens", [filler, whole[s.watched]]
+                yield self.rearrange(tone, what, parts, every, "offset", s.watched, loud=True)
 
 
 def experiments(book: Book) -> Iterator[Experiment]:
@@ -317,13 +320,14 @@ def _shapes(book: Book) -> Iterator[Experiment]:
 
 
 def _nonfinite(book: Book) -> Iterator[Experiment]:
-    """Three poisoned tokens, so that later rows with sound queries see them; and a poisoned document."""
+    """Three poisoned tokens, so that later rows with sound queries see them; a poisoned suffix; a poisoned document."""
     s = book.settings
     others = [d for d, n in enumerate(s.lengths) if n and d != s.watched]
     for how in NONFINITE[:1] if s.depth == 0 else NONFINITE:
         for operand in OPERANDS if s.depth > 1 else ("all",):
             for cut in s.cuts if s.depth == 4 else s.cuts[-1:]:
                 yield book.change("plain", operand, how, s.watched, cut, cut + 3)
+                yield book.change("plain", operand, how, s.watched, cut)
             if others and s.depth > 0:
                 yield book.change("plain", operand, how, others[0], 0)
 
