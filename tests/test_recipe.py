@@ -19,7 +19,8 @@ def test_departures_are_printed_and_parsed():
     recipe = Recipe.strict("mxfp8", lag=0, rotate=True, delta="compensated", cells=(("frontier.o_v", "e4m3:token"),))
     assert str(recipe) == "mxfp8/strict,rotate=True,lag=0,delta=compensated,frontier.o_v=e4m3:token"
     assert Recipe.parse(str(recipe)) == recipe
-    assert Recipe.parse("mxfp8") == Recipe.strict() == Recipe()
+    assert Recipe.parse("mxfp8") == Recipe.strict("mxfp8") == Recipe()
+    assert Recipe.strict() == Recipe.strict("mxfp8_scores")  # the default of the library
     assert Recipe.bf16() == Recipe.parse("bf16/strict")
 
 

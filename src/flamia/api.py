@@ -45,7 +45,7 @@ def attention(
         causal: query i sees no key after i.
         window: None or (left, right) in tokens, both ends inclusive; -1 or None is an open side.
         softmax_scale: factor on q.k before the softmax; 1/sqrt(dim) if None.
-        recipe: a `Recipe`, its string ("mxfp8/fast"), or None for `Recipe.strict()`.
+        recipe: a `Recipe`, its string ("mxfp8/fast"), or None for `Recipe.strict()`, "mxfp8_scores/strict".
         return_lse: also return the log of each row's sum of exponentials.
         backend: "auto" (the kernels of a GPU that has them, the reference on the CPU), "reference" or "hopper".
 

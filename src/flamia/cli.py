@@ -141,7 +141,7 @@ def train(
         "steps": steps, "tokens": tokens, "context": context, "learning_rate": learning_rate, "warmup": warmup,
         "decay": decay, "seed": seed, "evaluate_every": evaluate_every, "save_every": save_every, "backend": backend,
     }  # fmt: skip
-    texts = [trained_text(text) for text in recipe or ["mxfp8/strict"]]
+    texts = [trained_text(text) for text in recipe or [str(Recipe.strict())]]
     configs = [room.preset(preset, recipe=text, **changes) for text in texts]
     corpus = room.load_corpus(data)
     print(corpus, file=sys.stderr)

@@ -12,8 +12,8 @@ torch.set_num_threads(2)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 docs = Documents.batched(1, 16384, 16384, None, 0)
 q, k, v, do = (torch.randn(16384, 1, 128).bfloat16() for _ in range(4))
-o, lse, residual = reference.forward(q, k, v, docs, Recipe.strict(), 128**-0.5)
-reference.backward(do, None, q, k, v, o, lse, residual, docs, Recipe.strict(), 128**-0.5)
+o, lse, residual = reference.forward(q, k, v, docs, Recipe.strict("mxfp8"), 128**-0.5)
+reference.backward(do, None, q, k, v, o, lse, residual, docs, Recipe.strict("mxfp8"), 128**-0.5)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -153,7 +153,7 @@ def test_diagnostics_count_what_rounding_lost():
     docs = documents([600])
     q, k, v, do = inputs(600, heads=(2, 1), dim=64)
     fine, coarse, none = {}, {}, {}
-    run(Recipe.strict(), q * 3, k, v, do, docs, diagnostics=fine)
+    run(Recipe.strict("mxfp8"), q * 3, k, v, do, docs, diagnostics=fine)
     run(Recipe.fast(cells=(("dq_u", "e4m3:boost"), ("dk_u", "e4m3:boost"))), q * 3, k, v, do, docs, diagnostics=coarse)
     run(Recipe.parse("mxfp8/strict,rounding=False"), q * 3, k, v, do, docs, diagnostics=none)
     assert 0 < fine["u_zeroed"] < coarse["u_zeroed"]
@@ -181,6 +181,6 @@ def test_speed_on_two_cores():
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        run(Recipe.strict(), *x, docs)
+        run(Recipe.strict("mxfp8"), *x, docs)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 2

@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from flamia.recipe import Recipe
 from flamia.train.model import Shape
 
 
@@ -18,7 +19,7 @@ class TrainConfig:
     """tokens: bytes per batch, all of them real; context: the longest document; learning rates are AdamW's."""
 
     shape: Shape = field(default_factory=Shape)
-    recipe: str = "mxfp8/strict"
+    recipe: str = str(Recipe.strict())
     backend: str = "auto"
     context: int = 512
     tokens: int = 1024
