@@ -52,7 +52,8 @@ def attention(q, k, v, do, spans, left, right, scale, dlse=None, rounding=True):
             last = m[:, -1:]
             total = (s - last).exp().sum(1)
             number = sum(
-                (rounded((s[:, n : n + 128] - m[:, b : b + 1]).exp()) @ value[n : n + 128]) * (m[:, b : b + 1] - last).exp()
+                (rounded((s[:, n : n + 128] - m[:, b : b + 1]).exp()) @ value[n : n + 128])
+                * (m[:, b : b + 1] - last).exp()
                 for b, n in enumerate(steps)
             )
             alive = total > 0

@@ -47,7 +47,9 @@ def make(case: str, tail: int = 13, seed: int = 0):
     torch.manual_seed(seed)
     documents = Documents(offsets(lq), offsets(lk or lq), *window)
     tq, tk = sum(lq) + tail, sum(lk or lq) + tail
-    q, k, v, do = (torch.randn(t, h, d, device="cuda", dtype=torch.bfloat16) for t, h in ((tq, hq), (tk, hk), (tk, hk), (tq, hq)))
+    q, k, v, do = (
+        torch.randn(t, h, d, device="cuda", dtype=torch.bfloat16) for t, h in ((tq, hq), (tk, hk), (tk, hk), (tq, hq))
+    )
     v = v + 0.5
     return q, k, v, do, torch.randn(hq, tq, device="cuda"), documents
 

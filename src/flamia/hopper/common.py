@@ -1,14 +1,16 @@
 """Pieces that the three attention kernels share: taking work from the list, and rounding straight into an operand.
 
 CTAs are persistent. A kernel's producer warp draws the number of the next item from a counter in memory (integers, so
-the draw disturbs no sum) and leaves it in shared memory for the consumers, behind the barrier that also announces the
-item's resident tiles. Which CTA computes an item changes nothing in the item.
+the draw disturbs no sum), reads its record, and leaves what the consumers need in shared memory, behind the barrier that
+also announces the item's resident tiles: consumers never wait for global memory. Which CTA computes an item changes
+nothing in the item.
 """
 
 from __future__ import annotations
 
 from .compat import gl, gluon
 
+SLOTS = gl.constexpr(8)
 SLOT_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -24,13 +26,15 @@ def item(t, blocks, heads, width):
 
 
 @gluon.jit
-def announce(slot, t):
-    slot.store(gl.full([1], t, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+def announce(slots, k: gl.constexpr, value):
+    """Leave a number for the consumers (one warp)."""
+    slots.index(k).store(gl.full([1], value, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def announced(slot):
-    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def announced(slots, k: gl.constexpr):
+    """Read it (four warps)."""
+    return gl.max(slots.index(k).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

@@ -14,14 +14,14 @@ serialise all of them; a step's U crosses it instead, as the operand of a produc
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, announce, announced, item, operand
+from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
-def dkv_producer(k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc, ITEMS, COUNTS, ks,
-                 vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full, empty, q_pad, k_pad, D: gl.constexpr,
-                 BM: gl.constexpr, ST: gl.constexpr, heads, group, width):  # fmt: skip
+def dkv_producer(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc,
+                 ITEMS, COUNTS, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty,
+                 q_pad, k_pad, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, heads, group, width):  # fmt: skip
     blocks = gl.load(COUNTS + 1)
     total = blocks * heads
     dirty = gl.load(COUNTS + 2)
@@ -35,11 +35,23 @@ def dkv_producer(k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f
         pad = gl.load(record + 4)
         first = gl.load(record + 6)
         end = gl.load(record + 7)
+        out_row = gl.load(record)
+        valid = gl.load(record + 1)
+        k0 = gl.load(record + 3)
         q_row = gl.load(record + 8)
+        shift = gl.load(record + 9)
         mbarrier.wait(kv_empty, (tile & 1) ^ 1)
-        announce(slot, t)
-        mbarrier.expect(kv_full, 4 * 64 * D)
+        announce(slots, 0, hk)
+        announce(slots, 1, out_row)
+        announce(slots, 2, valid)
+        announce(slots, 3, k0)
+        announce(slots, 4, shift)
+        announce(slots, 5, first)
+        announce(slots, 6, end)
+        mbarrier.expect(kv_full, 4 * 64 * D + 2 * 512)
         for c in gl.static_range(2):
+            tma_load(kf_desc, [row + c * 64], kv_full, rows.index(c))
+            tma_load(vf_desc, [row + c * 64], kv_full, rows.index(2 + c))
             tma_load(k_desc, [row + c * 64, 0], kv_full, ks.index(c))
             tma_load(v_desc, [row + c * 64, 0], kv_full, vs.index(c))
         tile += 1
@@ -64,7 +76,7 @@ def dkv_producer(k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f
                 i += 1
         t = gl.atomic_add(COUNTS + 8, 1)
     mbarrier.wait(kv_empty, (tile & 1) ^ 1)
-    announce(slot, t)
+    announce(slots, 0, -1)
     mbarrier.arrive(kv_full, count=1)
 
 
@@ -87,93 +99,65 @@ def weights(x, key_factor, f, lse, seen, MASK: gl.constexpr):
 
 
 @gluon.jit
-def dkv_steps(lo, hi, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full,
-              empty, MASK: gl.constexpr, LEFT: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, BM: gl.constexpr,
-              ST: gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
-    """Steps lo .. hi - 1. u is the rounded U^T of the step before (unless FIRST), whose product with Q runs before this
-    step's S^T and E^T, or after them if EARLY: under this step's weights."""
+def dkv_steps(lo, hi, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs, ls, ds,
+              full, empty, MASK: gl.constexpr, LEFT: gl.constexpr, FIRST: gl.constexpr, BM: gl.constexpr, ST:
+              gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+    """Steps lo .. hi - 1. u is the rounded U^T of the step before (unless FIRST), whose product with Q is started before
+    this step's S^T and E^T. `last` is the number of the item's last step; each step awaits the tiles of the next."""
     cl: gl.constexpr = gl.SliceLayout(0, SL)
     for m in range(lo, hi):
         s = i % ST
         sp = (i + ST - 1) % ST
-        mbarrier.wait(full.index(s), (i // ST) & 1)
-        if AHEAD & 1:
-            f = fs.index(s).load(cl)
-            lse = ls.index(s).load(cl)
-        if AHEAD & 4:
-            d = ds.index(s).load(cl)
-        if FIRST:
-            ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-            tp = warpgroup_mma(v, gs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        elif EARLY:
-            ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-            tp = warpgroup_mma(v, gs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if not FIRST:
             tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
-        else:
-            tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
-            ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-            tp = warpgroup_mma(v, gs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        tp = warpgroup_mma(v, gs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         if FIRST:
             x = warpgroup_mma_wait(1, deps=[ts])
-        elif EARLY:
-            x = warpgroup_mma_wait(2, deps=[ts])
         else:
             x, dk = warpgroup_mma_wait(1, deps=[ts, tk])
             mbarrier.arrive(empty.index(sp), count=1)
         # read after the wait: the sums and both score tiles leave no registers for them before it
-        if AHEAD & 1 == 0:
-            f = fs.index(s).load(cl)
-            lse = ls.index(s).load(cl)
-        if AHEAD & 2:
-            d = ds.index(s).load(cl)
+        f = fs.index(s).load(cl)
+        lse = ls.index(s).load(cl)
         seen = seen_pairs(key, m, shift, left, right, LEFT, BM, SL)
         p = weights(x, kf, f, lse, seen, MASK)
-        pb = operand(p, DOT)
-        tv = warpgroup_mma(pb, gbs.index(s), dv, is_async=True)
-        if FIRST or not EARLY:
-            e = warpgroup_mma_wait(1, deps=[tp])
-        else:
-            e, dk = warpgroup_mma_wait(1, deps=[tp, tk])
-            mbarrier.arrive(empty.index(sp), count=1)
-        if AHEAD < 2:
-            d = ds.index(s).load(cl)
+        tv = warpgroup_mma(operand(p, DOT), gbs.index(s), dv, is_async=True)
+        e = warpgroup_mma_wait(1, deps=[tp])
+        d = ds.index(s).load(cl)
         w = p * (e * vf[:, None] - d[None, :])
         if MASK:
             w = gl.where(seen, w, 0.0)
+        # this wait's branch also keeps the assembler from moving U behind the join, where no product runs
+        mbarrier.wait(full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
+        dv, w = warpgroup_mma_wait(0, deps=[tv, w])
         u = operand(w, DOT)
-        dv = warpgroup_mma_wait(0, deps=[tv])
         i += 1
     return i, u, dk, dv
 
 
 @gluon.jit
-def dkv_consumer(c, DK, DV, KF, VF, ITEMS, COUNTS, ks, vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full, empty,
-                 k_pad, scale, left, right, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, heads,
-                 group, width, LEFT: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty, scale,
+                 left, right, heads, group, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     BL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    blocks = gl.load(COUNTS + 1)
-    total = blocks * heads
     zero = gl.full([64, BM], 0.0, gl.float32, layout=SL)
     k = ks.index(c)
     v = vs.index(c)
     i = 0
     tile = 0
     mbarrier.wait(kv_full, 0)
-    t = announced(slot)
-    while t < total:
-        rank, hk = item(t, blocks, heads, width)
-        record = ITEMS + rank * 16
-        out_row = gl.load(record)
-        valid = gl.load(record + 1)
-        pad = gl.load(record + 2)
-        k0 = gl.load(record + 3)
-        first = gl.load(record + 6)
-        end = gl.load(record + 7)
-        shift = gl.load(record + 9)
+    hk = announced(slots, 0)
+    while hk >= 0:
+        out_row = announced(slots, 1)
+        valid = announced(slots, 2)
+        k0 = announced(slots, 3)
+        shift = announced(slots, 4)
+        first = announced(slots, 5)
+        end = announced(slots, 6)
         # the query steps whose every row sees all 128 keys
         full_first = (gl.maximum(k0 + 127 - right - shift, 0) + BM - 1) // BM
         full_first = gl.minimum(gl.maximum(full_first, first), end)
@@ -183,29 +167,32 @@ def dkv_consumer(c, DK, DV, KF, VF, ITEMS, COUNTS, ks, vs, qs, gs, qbs, gbs, fs,
             full_end = gl.minimum(gl.maximum(full_end, full_first), end)
         local = c * 64 + gl.arange(0, 64, layout=RL)
         key = k0 + local
-        at = hk.to(gl.int64) * k_pad + pad + local
-        kf = gl.load(KF + at)
-        vf = gl.load(VF + at)
+        kf = rows.index(c).load(RL)
+        vf = rows.index(2 + c).load(RL)
         dk = gl.full([64, D], 0.0, gl.float32, layout=OL)
         dv = gl.full([64, D], 0.0, gl.float32, layout=OL)
         if first < end:
+            last = i + (end - first) * group - 1
+            mbarrier.wait(full.index(i % ST), (i // ST) & 1)
             # the first step of all, whose mask is evaluated whether it needs it or not
             u = gl.full([64, BM], 0.0, gl.bfloat16, layout=DOT)
             i, u, dk, dv = dkv_steps(
-                first, first + 1, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs, ls, ds,
-                full, empty, True, LEFT, True, EARLY, AHEAD, BM, ST, SL, DOT)  # fmt: skip
+                first, first + 1, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs,
+                qbs, gbs, fs, ls, ds, full, empty, True, LEFT, True, BM, ST, SL, DOT)  # fmt: skip
             start = first + 1
-            for g in range(0, group):
+            for _g in range(group):
                 i, u, dk, dv = dkv_steps(
-                    start, full_first, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs,
-                    ls, ds, full, empty, True, LEFT, False, EARLY, AHEAD, BM, ST, SL, DOT)  # fmt: skip
+                    start, full_first, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right,
+                    qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, LEFT, False, BM, ST, SL, DOT)  # fmt: skip
                 i, u, dk, dv = dkv_steps(
-                    gl.maximum(start, full_first), full_end, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right,
-                    qs, gs, qbs, gbs, fs, ls, ds, full, empty, False, LEFT, False, EARLY, AHEAD, BM, ST, SL, DOT)  # fmt: skip
+                    gl.maximum(start, full_first), full_end, last, i, u, dk, dv, k, v, kf, vf, key, zero,
+                    shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full, empty, False, LEFT, False, BM,
+                    ST, SL, DOT)  # fmt: skip
                 if LEFT:
                     i, u, dk, dv = dkv_steps(
-                        gl.maximum(start, full_end), end, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs,
-                        gs, qbs, gbs, fs, ls, ds, full, empty, True, LEFT, False, EARLY, AHEAD, BM, ST, SL, DOT)  # fmt: skip
+                        gl.maximum(start, full_end), end, last, i, u, dk, dv, k, v, kf, vf, key, zero,
+                        shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, LEFT, False,
+                        BM, ST, SL, DOT)  # fmt: skip
                 start = first
             sp = (i + ST - 1) % ST
             tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
@@ -219,15 +206,17 @@ def dkv_consumer(c, DK, DV, KF, VF, ITEMS, COUNTS, ks, vs, qs, gs, qbs, gbs, fs,
         gl.store(DK + to, gl.convert_layout((dk * scale).to(gl.bfloat16), BL), mask=(ro < valid)[:, None])
         tile += 1
         mbarrier.wait(kv_full, tile & 1)
-        t = announced(slot)
+        hk = announced(slots, 0)
 
 
 @gluon.jit(do_not_specialize=["left", "right", "heads", "group", "width"])
-def dkv_kernel(k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc, DK, DV, KF, VF, ITEMS,
-               COUNTS, q_pad, k_pad, scale, left, right, heads, group, width, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr,  LEFT: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+def dkv_kernel(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc,
+               DK, DV, ITEMS, COUNTS, q_pad, k_pad, scale, left, right, heads, group, width, D: gl.constexpr, BM:
+               gl.constexpr, ST: gl.constexpr,  LEFT: gl.constexpr):  # fmt: skip
     F8: gl.constexpr = gl.float8e4nv
     ks = gl.allocate_shared_memory(F8, [2, 64, D], k_desc.layout)
     vs = gl.allocate_shared_memory(F8, [2, 64, D], v_desc.layout)
+    rows = gl.allocate_shared_memory(gl.float32, [4, 64], kf_desc.layout)  # factors of K and V of the two warpgroups
     qs = gl.allocate_shared_memory(F8, [ST, BM, D], q_desc.layout)
     gs = gl.allocate_shared_memory(F8, [ST, BM, D], g_desc.layout)
     qbs = gl.allocate_shared_memory(gl.bfloat16, [ST, BM, D], qb_desc.layout)
@@ -235,7 +224,7 @@ def dkv_kernel(k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_d
     fs = gl.allocate_shared_memory(gl.float32, [ST, BM], f_desc.layout)
     ls = gl.allocate_shared_memory(gl.float32, [ST, BM], l_desc.layout)
     ds = gl.allocate_shared_memory(gl.float32, [ST, BM], d_desc.layout)
-    slot = gl.allocate_shared_memory(gl.int32, [1], SLOT_LAYOUT)
+    slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], SLOT_LAYOUT)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
@@ -247,11 +236,11 @@ def dkv_kernel(k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_d
         mbarrier.init(empty.index(s), 2)
     fence_async_shared()
     gl.warp_specialize([
-        (dkv_consumer, (0, DK, DV, KF, VF, ITEMS, COUNTS, ks, vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full,
-                        empty, k_pad, scale, left, right, D, BM, ST, heads, group, width, LEFT, EARLY, AHEAD)),
-        (dkv_consumer, (1, DK, DV, KF, VF, ITEMS, COUNTS, ks, vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full,
-                        empty, k_pad, scale, left, right, D, BM, ST, heads, group, width, LEFT, EARLY, AHEAD)),
-        (dkv_producer, (k_desc, v_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc, ITEMS, COUNTS,
-                        ks, vs, qs, gs, qbs, gbs, fs, ls, ds, slot, kv_full, kv_empty, full, empty, q_pad, k_pad, D, BM, ST, heads,
-                        group, width)),
+        (dkv_consumer, (0, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full,
+                        empty, scale, left, right, heads, group, D, BM, ST, LEFT)),
+        (dkv_consumer, (1, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full,
+                        empty, scale, left, right, heads, group, D, BM, ST, LEFT)),
+        (dkv_producer, (k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc,
+                        l_desc, d_desc, ITEMS, COUNTS, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full,
+                        kv_empty, full, empty, q_pad, k_pad, D, BM, ST, heads, group, width)),
     ], [4, 1], [240, 24])  # fmt: skip

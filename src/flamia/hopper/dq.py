@@ -10,14 +10,14 @@ next weights are made under it.
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, announce, announced, item, operand
+from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
-def dq_producer(q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, ITEMS, COUNTS, qs, gs, ks, vs, kbs,
-                kfs, vfs, slot, q_full, q_empty, full, empty, q_pad, k_pad, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                hq, group, width):  # fmt: skip
+def dq_producer(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, ITEMS,
+                COUNTS, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, q_pad, k_pad, D:
+                gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, hq, group, width):  # fmt: skip
     blocks = gl.load(COUNTS)
     total = blocks * hq
     dirty = gl.load(COUNTS + 2)
@@ -31,12 +31,25 @@ def dq_producer(q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf
         row = h * q_pad + gl.load(record + 2)
         base = hk * k_pad + gl.load(record + 4)
         first = gl.load(record + 6) * (128 // BN)
-        end = gl.minimum(gl.load(record + 7) * (128 // BN), gl.cdiv(gl.load(record + 5), BN))
+        lk = gl.load(record + 5)
+        end = gl.minimum(gl.load(record + 7) * (128 // BN), gl.cdiv(lk, BN))
+        out_row = gl.load(record)
+        valid = gl.load(record + 1)
+        position = gl.load(record + 3)
         k_row = gl.load(record + 8)
         mbarrier.wait(q_empty, (tile & 1) ^ 1)
-        announce(slot, t)
-        mbarrier.expect(q_full, 4 * 64 * D)
+        announce(slots, 0, h)
+        announce(slots, 1, out_row)
+        announce(slots, 2, valid)
+        announce(slots, 3, position)
+        announce(slots, 4, lk)
+        announce(slots, 5, first)
+        announce(slots, 6, end)
+        mbarrier.expect(q_full, 4 * 64 * D + 3 * 512)
         for c in gl.static_range(2):
+            tma_load(a_desc, [row + c * 64], q_full, rows.index(c))
+            tma_load(l_desc, [row + c * 64], q_full, rows.index(2 + c))
+            tma_load(d_desc, [row + c * 64], q_full, rows.index(4 + c))
             tma_load(q_desc, [row + c * 64, 0], q_full, qs.index(c))
             tma_load(g_desc, [row + c * 64, 0], q_full, gs.index(c))
         tile += 1
@@ -57,7 +70,7 @@ def dq_producer(q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf
             i += 1
         t = gl.atomic_add(COUNTS + 9, 1)
     mbarrier.wait(q_empty, (tile & 1) ^ 1)
-    announce(slot, t)
+    announce(slots, 0, -1)
     mbarrier.arrive(q_full, count=1)
 
 
@@ -83,15 +96,14 @@ def gradient(x, e, kf, vf, a, lse, d, seen, MASK: gl.constexpr):
 
 
 @gluon.jit
-def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, full, empty,
-             MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr,
-             DOT: gl.constexpr):  # fmt: skip
+def dq_steps(lo, hi, last, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, full, empty,
+             MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr, DOT:
+             gl.constexpr):  # fmt: skip
     """Steps lo .. hi - 1; u is the rounded U of the step before, whose product with K runs under this step's weights."""
     cl: gl.constexpr = gl.SliceLayout(0, SL)
     for n in range(lo, hi):
         s = i % ST
         sp = (i + ST - 1) % ST
-        mbarrier.wait(full.index(s), (i // ST) & 1)
         kf = kfs.index(s).load(cl)
         vf = vfs.index(s).load(cl)
         ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -106,7 +118,9 @@ def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, 
         w = p * (e * vf[None, :] - d[:, None])
         if MASK:
             w = gl.where(seen, w, 0.0)
-        dq = warpgroup_mma_wait(0, deps=[td])
+        # this wait's branch also keeps the assembler from moving U behind the join, where no product runs
+        mbarrier.wait(full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
+        dq, w = warpgroup_mma_wait(0, deps=[td, w])
         mbarrier.arrive(empty.index(sp), count=1)
         u = operand(w, DOT)
         i += 1
@@ -114,33 +128,25 @@ def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, 
 
 
 @gluon.jit
-def dq_consumer(c, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs, vfs, slot, q_full, q_empty, full, empty, q_pad,
-                scale, left, right, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, hq, width,
-                LEFT: gl.constexpr):  # fmt: skip
+def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, scale, left, right, hq,
+                D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     BL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    blocks = gl.load(COUNTS)
-    total = blocks * hq
     zero = gl.full([64, BN], 0.0, gl.float32, layout=SL)
-    q = qs.index(c)
-    g = gs.index(c)
     i = 0
     tile = 0
     mbarrier.wait(q_full, 0)
-    t = announced(slot)
-    while t < total:
-        rank, h = item(t, blocks, hq, width)
-        record = ITEMS + rank * 16
-        out_row = gl.load(record)
-        valid = gl.load(record + 1)
-        pad = gl.load(record + 2)
-        position = gl.load(record + 3)
-        lk = gl.load(record + 5)
-        first = gl.load(record + 6) * (128 // BN)
-        end = gl.minimum(gl.load(record + 7) * (128 // BN), gl.cdiv(lk, BN))
+    h = announced(slots, 0)
+    while h >= 0:
+        out_row = announced(slots, 1)
+        valid = announced(slots, 2)
+        position = announced(slots, 3)
+        lk = announced(slots, 4)
+        first = announced(slots, 5)
+        end = announced(slots, 6)
         full_end = gl.minimum(gl.maximum(position + right + 1, 0) // BN, lk // BN)
         full_end = gl.minimum(gl.maximum(full_end, first), end)
         full_first = first
@@ -149,10 +155,15 @@ def dq_consumer(c, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs,
             full_first = gl.minimum(gl.maximum(full_first, first), full_end)
         local = c * 64 + gl.arange(0, 64, layout=RL)
         row = position + local
-        at = h.to(gl.int64) * q_pad + pad + local
-        a = gl.load(QF + at)
-        lse = gl.load(LSE2 + at)
-        d = gl.load(DELTA + at)
+        a = rows.index(c).load(RL)
+        lse = rows.index(2 + c).load(RL)
+        d = rows.index(4 + c).load(RL)
+        if HOLD:
+            q = qs.index(c).load(gl.DotOperandLayout(0, SL, 4))
+            g = gs.index(c).load(gl.DotOperandLayout(0, SL, 4))
+        else:
+            q = qs.index(c)
+            g = gs.index(c)
         dq = gl.full([64, D], 0.0, gl.float32, layout=OL)
         if first < end:
             s = i % ST
@@ -166,15 +177,16 @@ def dq_consumer(c, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs,
             e = warpgroup_mma_wait(0, deps=[tp])
             w = gradient(x, e, kf, vf, a, lse, d, seen, True)
             u = operand(w, DOT)
+            last = i + end - 1 - first
+            mbarrier.wait(full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
             i += 1
             if LEFT:
-                i, u, dq = dq_steps(first + 1, full_first, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs,
-                                    kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
-            i, u, dq = dq_steps(gl.maximum(first + 1, full_first), full_end, i, u, dq, q, g, a, lse, d, row, zero, lk,
-                                left, right, ks, vs, kbs, kfs, vfs, full, empty, False, LEFT, BN, ST, SL,
-                                DOT)  # fmt: skip
-            i, u, dq = dq_steps(gl.maximum(first + 1, full_end), end, i, u, dq, q, g, a, lse, d, row, zero, lk, left,
-                                right, ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
+                i, u, dq = dq_steps(first + 1, full_first, last, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right,
+                                    ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
+            i, u, dq = dq_steps(gl.maximum(first + 1, full_first), full_end, last, i, u, dq, q, g, a, lse, d, row, zero,
+                                lk, left, right, ks, vs, kbs, kfs, vfs, full, empty, False, LEFT, BN, ST, SL, DOT)  # fmt: skip
+            i, u, dq = dq_steps(gl.maximum(first + 1, full_end), end, last, i, u, dq, q, g, a, lse, d, row, zero, lk,
+                                left, right, ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
             sp = (i + ST - 1) % ST
             td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[td])
@@ -187,21 +199,23 @@ def dq_consumer(c, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs,
         gl.store(DQ + to, out, mask=(ro < valid)[:, None])
         tile += 1
         mbarrier.wait(q_full, tile & 1)
-        t = announced(slot)
+        h = announced(slots, 0)
 
 
 @gluon.jit(do_not_specialize=["left", "right", "hq", "group", "width"])
-def dq_kernel(q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, DQ, QF, LSE2, DELTA, ITEMS, COUNTS,
-              q_pad, k_pad, scale, left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,  LEFT: gl.constexpr):  # fmt: skip
+def dq_kernel(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, DQ, ITEMS,
+              COUNTS, q_pad, k_pad, scale, left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST:
+              gl.constexpr,  LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     F8: gl.constexpr = gl.float8e4nv
     qs = gl.allocate_shared_memory(F8, [2, 64, D], q_desc.layout)
     gs = gl.allocate_shared_memory(F8, [2, 64, D], g_desc.layout)
+    rows = gl.allocate_shared_memory(gl.float32, [6, 64], a_desc.layout)  # factors, LSE2 and D' of the two warpgroups
     ks = gl.allocate_shared_memory(F8, [ST, BN, D], k_desc.layout)
     vs = gl.allocate_shared_memory(F8, [ST, BN, D], v_desc.layout)
     kbs = gl.allocate_shared_memory(gl.bfloat16, [ST, BN, D], kb_desc.layout)
     kfs = gl.allocate_shared_memory(gl.float32, [ST, BN], kf_desc.layout)
     vfs = gl.allocate_shared_memory(gl.float32, [ST, BN], vf_desc.layout)
-    slot = gl.allocate_shared_memory(gl.int32, [1], SLOT_LAYOUT)
+    slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], SLOT_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
@@ -213,10 +227,11 @@ def dq_kernel(q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_d
         mbarrier.init(empty.index(s), 2)
     fence_async_shared()
     gl.warp_specialize([
-        (dq_consumer, (0, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs, vfs, slot, q_full, q_empty, full, empty,
-                       q_pad, scale, left, right, D, BN, ST, hq, width, LEFT)),
-        (dq_consumer, (1, DQ, QF, LSE2, DELTA, ITEMS, COUNTS, qs, gs, ks, vs, kbs, kfs, vfs, slot, q_full, q_empty, full, empty,
-                       q_pad, scale, left, right, D, BN, ST, hq, width, LEFT)),
-        (dq_producer, (q_desc, g_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, ITEMS, COUNTS, qs, gs, ks, vs,
-                       kbs, kfs, vfs, slot, q_full, q_empty, full, empty, q_pad, k_pad, D, BN, ST, hq, group, width)),
+        (dq_consumer, (0, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, scale, left, right, hq,
+                       D, BN, ST, LEFT, HOLD)),
+        (dq_consumer, (1, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, scale, left, right, hq,
+                       D, BN, ST, LEFT, HOLD)),
+        (dq_producer, (q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc,
+                       ITEMS, COUNTS, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, q_pad,
+                       k_pad, D, BN, ST, hq, group, width)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -16,14 +16,14 @@ are read before the products are started, and the sum of a row is kept per threa
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, announce, announced, item, operand
+from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
-def forward_producer(q_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full, v_full,
-                     empty, q_pad, k_pad, hq, group, width, D: gl.constexpr, BN: gl.constexpr,
-                     ST: gl.constexpr):  # fmt: skip
+def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, qf, ks, vs, fs, slots, q_full, q_empty,
+                     k_full, v_full, empty, q_pad, k_pad, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST:
+                     gl.constexpr):  # fmt: skip
     blocks = gl.load(COUNTS)
     total = blocks * hq
     i = 0
@@ -34,13 +34,24 @@ def forward_producer(q_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, ks, vs, 
         record = ITEMS + rank * 16
         row = h * q_pad + gl.load(record + 2)
         base = (h // group) * k_pad + gl.load(record + 4)
+        out_row = gl.load(record)
+        valid = gl.load(record + 1)
+        position = gl.load(record + 3)
+        lk = gl.load(record + 5)
         first = gl.load(record + 6)
         end = gl.load(record + 7)
         mbarrier.wait(q_empty, (tile & 1) ^ 1)
-        announce(slot, t)
-        mbarrier.expect(q_full, 128 * D)
-        tma_load(q_desc, [row, 0], q_full, qs.index(0))
-        tma_load(q_desc, [row + 64, 0], q_full, qs.index(1))
+        announce(slots, 0, h)
+        announce(slots, 1, out_row)
+        announce(slots, 2, valid)
+        announce(slots, 3, position)
+        announce(slots, 4, lk)
+        announce(slots, 5, first)
+        announce(slots, 6, end)
+        mbarrier.expect(q_full, 128 * D + 512)
+        for c in gl.static_range(2):
+            tma_load(q_desc, [row + c * 64, 0], q_full, qs.index(c))
+            tma_load(a_desc, [row + c * 64], q_full, qf.index(c))
         tile += 1
         for n in range(first, end):
             s = i % ST
@@ -53,14 +64,14 @@ def forward_producer(q_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, ks, vs, 
             i += 1
         t = gl.atomic_add(COUNTS + 7, 1)
     mbarrier.wait(q_empty, (tile & 1) ^ 1)
-    announce(slot, t)
+    announce(slots, 0, -1)
     mbarrier.arrive(q_full, count=1)
 
 
 @gluon.jit
-def softmax(x, factor, a, m, l, row, n, lk, left, right, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr,
-            SL: gl.constexpr):  # fmt: skip
-    """One step of the online softmax: weights before rounding, the new reference and sums, and the rescaling factor."""
+def reference(x, factor, a, m, row, n, lk, left, right, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, SL:
+              gl.constexpr):  # fmt: skip
+    """Scores of one step up to the row factor, masked; the rows' new running maximum, and what to subtract."""
     t = x * factor[None, :]
     if MASK:
         col = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
@@ -74,11 +85,17 @@ def softmax(x, factor, a, m, l, row, n, lk, left, right, MASK: gl.constexpr, LEF
         safe = gl.where(new == -float("inf"), 0.0, new)
     else:
         safe = new
+    return t, new, safe
+
+
+@gluon.jit
+def weigh(t, a, m, safe, l, BN: gl.constexpr):
+    """Weights before rounding, the rows' sums so far, and the factor that rescales what came before."""
     p = gl.exp2(t * a[:, None] - safe[:, None])
     alpha = gl.exp2(m - safe)
-    part = thread_sums(p, BN)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None] + part
-    return p, new, l, alpha
+    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
+    l = l * rescale[:, None] + thread_sums(p, BN)
+    return p, l, alpha
 
 
 @gluon.jit
@@ -88,20 +105,23 @@ def thread_sums(p, BN: gl.constexpr):
 
 
 @gluon.jit
-def forward_steps(lo, hi, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full, v_full, empty,
-                  MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr,
-                  OL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full, v_full, empty,
+                  MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr, OL:
+                  gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     for n in range(lo, hi):
         s = i % ST
         sp = (i - 1) % ST
-        mbarrier.wait(k_full.index(s), (i // ST) & 1)
         factor = fs.index(s).load(gl.SliceLayout(0, SL))
         ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
         to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)
         x = warpgroup_mma_wait(1, deps=[ts])
-        w, m, l, alpha = softmax(x, factor, a, m, l, row, n, lk, left, right, MASK, LEFT, BN, SL)
-        acc = warpgroup_mma_wait(0, deps=[to])
+        t, new, safe = reference(x, factor, a, m, row, n, lk, left, right, MASK, LEFT, BN, SL)
+        w, l, alpha = weigh(t, a, m, safe, l, BN)
+        m = new
+        # this wait's branch also keeps the assembler from moving the weights behind the join, where no product runs
+        mbarrier.wait(k_full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
+        acc, w = warpgroup_mma_wait(0, deps=[to, w])
         mbarrier.arrive(empty.index(sp), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
         p = operand(w, DOT)
@@ -110,31 +130,26 @@ def forward_steps(lo, hi, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks,
 
 
 @gluon.jit
-def forward_consumer(c, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full, v_full, empty, q_pad,
-                     o_stride_t, lse_stride, left, right, hq, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                     LEFT: gl.constexpr):  # fmt: skip
+def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
+                     lse_stride, left, right, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr,
+                     HOLD: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     BL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    blocks = gl.load(COUNTS)
-    total = blocks * hq
     zero = gl.full([64, BN], 0.0, gl.float32, layout=SL)
-    q = qs.index(c)
     i = 0
     tile = 0
     mbarrier.wait(q_full, 0)
-    t = announced(slot)
-    while t < total:
-        rank, h = item(t, blocks, hq, width)
-        record = ITEMS + rank * 16
-        out_row = gl.load(record)
-        valid = gl.load(record + 1)
-        position = gl.load(record + 3)
-        lk = gl.load(record + 5)
-        first = gl.load(record + 6)
-        end = gl.load(record + 7)
+    h = announced(slots, 0)
+    while h >= 0:
+        out_row = announced(slots, 1)
+        valid = announced(slots, 2)
+        position = announced(slots, 3)
+        lk = announced(slots, 4)
+        first = announced(slots, 5)
+        end = announced(slots, 6)
         # the key blocks that every query of the block sees whole
         full_end = gl.minimum(gl.maximum(position + right + 1, 0) // BN, lk // BN)
         full_end = gl.minimum(gl.maximum(full_end, first), end)
@@ -144,7 +159,11 @@ def forward_consumer(c, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full,
             full_first = gl.minimum(gl.maximum(full_first, first), full_end)
         local = c * 64 + gl.arange(0, 64, layout=RL)
         row = position + local
-        a = gl.load(QF + h.to(gl.int64) * q_pad + gl.load(record + 2) + local)
+        a = qf.index(c).load(RL)
+        if HOLD:
+            q = qs.index(c).load(gl.DotOperandLayout(0, SL, 4))
+        else:
+            q = qs.index(c)
         m = gl.full([64], -float("inf"), gl.float32, layout=RL)
         l = thread_sums(zero, BN)
         acc = gl.full([64, D], 0.0, gl.float32, layout=OL)
@@ -154,19 +173,23 @@ def forward_consumer(c, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full,
             factor = fs.index(s).load(gl.SliceLayout(0, SL))
             ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(0, deps=[ts])
-            w, m, l, alpha = softmax(x, factor, a, m, l, row, first, lk, left, right, True, LEFT, BN, SL)
+            t, new, safe = reference(x, factor, a, m, row, first, lk, left, right, True, LEFT, BN, SL)
+            w, l, _ = weigh(t, a, m, safe, l, BN)
+            m = new
             p = operand(w, DOT)
+            last = i + end - 1 - first
+            mbarrier.wait(k_full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
             i += 1
             if LEFT:
                 i, p, acc, m, l = forward_steps(
-                    first + 1, full_first, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full, v_full,
-                    empty, True, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+                    first + 1, full_first, last, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks,
+                    vs, fs, k_full, v_full, empty, True, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
             i, p, acc, m, l = forward_steps(
-                gl.maximum(first + 1, full_first), full_end, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs,
-                k_full, v_full, empty, False, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+                gl.maximum(first + 1, full_first), full_end, last, i, p, acc, m, l, a, q, row, zero, lk,
+                left, right, ks, vs, fs, k_full, v_full, empty, False, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
             i, p, acc, m, l = forward_steps(
-                gl.maximum(first + 1, full_end), end, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full,
-                v_full, empty, True, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+                gl.maximum(first + 1, full_end), end, last, i, p, acc, m, l, a, q, row, zero, lk, left,
+                right, ks, vs, fs, k_full, v_full, empty, True, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
             sp = (i - 1) % ST
             mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
             to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)
@@ -186,18 +209,19 @@ def forward_consumer(c, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full,
         gl.store(O + at, out, mask=(ro < valid)[:, None])
         tile += 1
         mbarrier.wait(q_full, tile & 1)
-        t = announced(slot)
+        h = announced(slots, 0)
 
 
 @gluon.jit(do_not_specialize=["lse_stride", "left", "right", "hq", "group", "width"])
-def forward_kernel(q_desc, k_desc, v_desc, f_desc, O, LSE, QF, ITEMS, COUNTS, q_pad, k_pad, o_stride_t, lse_stride, left,
-                   right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                   LEFT: gl.constexpr):  # fmt: skip
+def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, O, LSE, ITEMS, COUNTS, q_pad, k_pad, o_stride_t, lse_stride,
+                   left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT:
+                   gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     qs = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, D], q_desc.layout)
+    qf = gl.allocate_shared_memory(gl.float32, [2, 64], a_desc.layout)
     ks = gl.allocate_shared_memory(gl.float8e4nv, [ST, BN, D], k_desc.layout)
     vs = gl.allocate_shared_memory(gl.bfloat16, [ST, BN, D], v_desc.layout)
     fs = gl.allocate_shared_memory(gl.float32, [ST, BN], f_desc.layout)
-    slot = gl.allocate_shared_memory(gl.int32, [1], SLOT_LAYOUT)
+    slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], SLOT_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
@@ -211,10 +235,10 @@ def forward_kernel(q_desc, k_desc, v_desc, f_desc, O, LSE, QF, ITEMS, COUNTS, q_
         mbarrier.init(empty.index(s), 2)
     fence_async_shared()
     gl.warp_specialize([
-        (forward_consumer, (0, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full, v_full, empty,
-                            q_pad, o_stride_t, lse_stride, left, right, hq, width, D, BN, ST, LEFT)),
-        (forward_consumer, (1, O, LSE, QF, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full, v_full, empty,
-                            q_pad, o_stride_t, lse_stride, left, right, hq, width, D, BN, ST, LEFT)),
-        (forward_producer, (q_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, ks, vs, fs, slot, q_full, q_empty, k_full,
-                            v_full, empty, q_pad, k_pad, hq, group, width, D, BN, ST)),
+        (forward_consumer, (0, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
+                            lse_stride, left, right, D, BN, ST, LEFT, HOLD)),
+        (forward_consumer, (1, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
+                            lse_stride, left, right, D, BN, ST, LEFT, HOLD)),
+        (forward_producer, (q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, qf, ks, vs, fs, slots, q_full,
+                            q_empty, k_full, v_full, empty, q_pad, k_pad, hq, group, width, D, BN, ST)),
     ], [4, 1], [240, 24])  # fmt: skip

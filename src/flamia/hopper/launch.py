@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,23 +16,24 @@ from torch import Tensor
 from flamia.packing import Documents
 from flamia.recipe import Recipe
 
-from .compat import TensorDescriptor, gl
+from .compat import HOLD_Q_OF_128, TensorDescriptor, descriptor
 from .dkv import dkv_kernel
 from .dq import dq_kernel
 from .forward import forward_kernel
-from .quantize import ROWS, clean_kernel, clear_kernel, encode_gradient_kernel, encode_kernel
+from .quantize import ROWS, encode_gradient_kernel, encode_kernel
 from .schedule import BLOCK, OPEN, Plan, plan
 
 LOG2E = math.log2(math.e)
 HEAD_DIMS = (64, 128)
 TUNING = {
-    # per kernel and head size: stages of the pipeline and the kernel's own choices
-    ("forward", 64): dict(ST=4),
-    ("forward", 128): dict(ST=3),
-    ("dkv", 64): dict(ST=4, EARLY=False, AHEAD=0, BM=64),
-    ("dkv", 128): dict(ST=3, EARLY=False, AHEAD=0, BM=64),
-    ("dq", 64): dict(ST=4, BN=64),
-    ("dq", 128): dict(ST=4, BN=64),
+    # per kernel and head size. ST: stages of the pipeline, at least 3, since a step awaits the next one's tiles before it
+    # gives up those of the one before. HOLD: keep the resident codes in registers, not in shared memory. BM, BN: a step.
+    ("forward", 64): {"ST": 4, "HOLD": True},
+    ("forward", 128): {"ST": 4, "HOLD": HOLD_Q_OF_128},
+    ("dkv", 64): {"ST": 4, "BM": 64},
+    ("dkv", 128): {"ST": 3, "BM": 64},
+    ("dq", 64): {"ST": 4, "BN": 64, "HOLD": True},
+    ("dq", 128): {"ST": 4, "BN": 64, "HOLD": True},
 }
 SMALLEST_SCALE = 1e-30  # stands for a softmax scale of zero, so that -inf * scale stays -inf
 
@@ -51,27 +52,25 @@ class Encoded:
     v_factor: Tensor
 
 
-@lru_cache(maxsize=None)
+@cache
 def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tiles(x: Tensor, rows: int) -> TensorDescriptor:
     """TMA descriptor of a matrix of any number of rows in tiles of `rows` x all columns of one head."""
-    bits = x.element_size() * 8
     width = x.shape[-1]
-    layout = gl.NVMMASharedLayout(min(128, width * bits // 8), bits, 2)
-    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, width], layout)
+    return descriptor(x, [x.numel() // width, width], [width, 1], [rows, width])
 
 
 def packed_tiles(x: Tensor, rows: int) -> TensorDescriptor:
     """TMA descriptor of (tokens, heads, D) in tiles of `rows` tokens of one head; rows past the end read as zero."""
     t, h, d = x.shape
-    return TensorDescriptor(x, [t, h * d], [x.stride(0), 1], [rows, d], gl.NVMMASharedLayout(min(128, 2 * d), 16, 2))
+    return descriptor(x, [t, h * d], [x.stride(0), 1], [rows, d])
 
 
 def vectors(x: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(x, [x.numel()], [1], [rows], gl.NVMMASharedLayout(0, 32, 1))
+    return descriptor(x, [x.numel()], [1], [rows])
 
 
 def packed(x: Tensor) -> Tensor:
@@ -80,8 +79,8 @@ def packed(x: Tensor) -> Tensor:
     return x if good else x.contiguous()
 
 
-def encode(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> Encoded:
-    """Lay out the call and encode q, k and v: two kernels."""
+def encode(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> Encoded:
+    """Lay out the call and encode q, k and v: two kernels. Also sets o and lse of the rows outside all documents."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (tq, hq, d), (tk, hk, _) = q.shape, k.shape
     layout = plan(documents, tq, tk)
@@ -92,12 +91,14 @@ def encode(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) 
 
     factors = torch.empty(hq * q_pad + 2 * hk * k_pad, dtype=torch.float32, device=q.device)
     qf, kf, vf = factors.split([hq * q_pad, hk * k_pad, hk * k_pad])
-    encoded = Encoded(layout, codes(hq, q_pad), codes(hk, k_pad), codes(hk, k_pad), codes(hk, k_pad, torch.bfloat16), qf, kf, vf)
-    grid = (max(layout.q_capacity, layout.k_capacity) * (BLOCK // ROWS), hq + hk)
+    q_codes, k_codes, v_codes = codes(hq, q_pad), codes(hk, k_pad), codes(hk, k_pad)
+    encoded = Encoded(layout, q_codes, k_codes, v_codes, codes(hk, k_pad, torch.bfloat16), qf, kf, vf)
+    grid = (max(layout.q_capacity, layout.k_capacity) * (BLOCK // ROWS), hq + hk + 1)
     encode_kernel[grid](
-        q, k, v, encoded.q_codes, encoded.k_codes, encoded.v_codes, encoded.v_decoded, qf, kf, vf, layout.q_blocks,
-        layout.k_blocks, layout.counts, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), q_pad,
-        k_pad, max(abs(scale), SMALLEST_SCALE) * LOG2E, math.copysign(1.0, scale), hq=hq, D=d, ROWS=ROWS, num_warps=4,
+        q, k, v, encoded.q_codes, encoded.k_codes, encoded.v_codes, encoded.v_decoded, qf, kf, vf, o, lse,
+        layout.q_blocks, layout.k_blocks, layout.counts, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1), q_pad, k_pad, max(abs(scale), SMALLEST_SCALE) * LOG2E, math.copysign(1.0, scale), hq,
+        hk, tq, D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     return encoded
 
@@ -118,15 +119,6 @@ def heads_together(blocks: int, device: torch.device) -> int:
     return max(1, -(-2 * multiprocessors(device.index or 0) // blocks))
 
 
-def clear(x: Tensor, layout: Plan, side: int, lse: Tensor | None = None) -> None:
-    """Rows that belong to no document."""
-    rows = x.shape[0]
-    clear_kernel[((rows + 31) // 32,)](
-        x, x if lse is None else lse, rows, x.numel() // rows, layout.counts, SIDE=side,
-        heads=0 if lse is None else lse.shape[0], ROWS=32, num_warps=4,
-    )  # fmt: skip
-
-
 def forward_saving(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, recipe: Recipe, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Encoded | None]:
@@ -135,17 +127,17 @@ def forward_saving(
     none = q.new_empty(0)
     if tq == 0 or tk == 0 or documents.cu_q.numel() < 2:
         return torch.zeros_like(q), q.new_full((hq, tq), -math.inf, dtype=torch.float32), none, None
-    e = encode(q, k, v, documents, scale)
     o = torch.empty(tq, hq, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(hq, tq, dtype=torch.float32, device=q.device)
+    e = encode(q, k, v, documents, scale, o, lse)
     left, right = sides(documents)
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     forward_kernel[grid(e.plan.q_capacity * hq, q.device)](
-        tiles(e.q_codes, 64), tiles(e.k_codes, 128), tiles(e.v_decoded, 128), vectors(e.k_factor, 128), o, lse, e.q_factor,
-        e.plan.q_items, e.plan.counts, q_pad, k_pad, o.stride(0), lse.stride(0), left, right, hq, hq // hk,
-        heads_together(e.plan.q_capacity, q.device), D=d, BN=128, LEFT=left < OPEN, num_warps=4, **TUNING["forward", d],
+        tiles(e.q_codes, 64), vectors(e.q_factor, 64), tiles(e.k_codes, 128), tiles(e.v_decoded, 128),
+        vectors(e.k_factor, 128), o, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad, o.stride(0), lse.stride(0), left,
+        right, hq, hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128, LEFT=left < OPEN, num_warps=4,
+        **TUNING["forward", d],
     )  # fmt: skip
-    clear(o, e.plan, 3, lse)
     return o, lse, none, e
 
 
@@ -155,23 +147,20 @@ def forward(
     return forward_saving(q, k, v, documents, recipe, scale)[:3]
 
 
-def cleaned(x: Tensor, layout: Plan) -> Tensor:
-    """A packed copy of x with the tokens that are not finite zeroed; untouched memory when there is none."""
-    t, h, d = x.shape
-    clean = torch.empty(t, h, d, dtype=x.dtype, device=x.device)
-    clean_kernel[((t + 63) // 64,)](x, clean, layout.counts, t, x.stride(0), x.stride(1), heads=h, D=d, ROWS=64, num_warps=4)
-    return clean
-
-
 def backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, residual: Tensor,
-    documents: Documents, recipe: Recipe, scale: float, saved: Encoded | None = None,
+    documents: Documents, recipe: Recipe, scale: float, saved: Encoded | None = None, wanted: tuple[bool, bool, bool] =
+    (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv). saved: what `forward_saving` gave for the same q, k, v, documents and scale."""
+    """(dq, dk, dv). saved: what `forward_saving` gave for the same q, k, v, documents and scale. wanted: a pass whose
+    gradients nobody wants is not run, and what is returned for them means nothing."""
     (tq, hq, d), (tk, hk, _) = q.shape, k.shape
     if tq == 0 or tk == 0 or documents.cu_q.numel() < 2:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    e = saved if saved is not None else encode(q, k, v, documents, scale)
+    if saved is not None:
+        e = saved
+    else:
+        e = encode(q, k, v, documents, scale, torch.empty_like(o), torch.empty_like(lse))
     q, k = packed(q), packed(k)
     do, o = (x if x.stride(2) == 1 else x.contiguous() for x in (do, o))
     layout = e.plan
@@ -180,38 +169,42 @@ def backward(
     g_codes = torch.empty(hq, q_pad, d, dtype=torch.float8_e4m3fn, device=device)
     g_wide = torch.empty(hq, q_pad, d, dtype=torch.bfloat16, device=device)
     lse2, delta = torch.empty(2, hq * q_pad, dtype=torch.float32, device=device)
-    encode_gradient_kernel[(layout.q_capacity * (BLOCK // ROWS), hq)](
-        do, o, lse, lse if dlse is None else dlse, g_codes, g_wide, lse2, delta, layout.q_blocks, layout.counts,
-        do.stride(0), do.stride(1), o.stride(0), o.stride(1), lse.stride(0), 0 if dlse is None else dlse.stride(1),
-        0 if dlse is None else dlse.stride(0), q_pad, HAS_DLSE=dlse is not None, D=d, ROWS=ROWS, num_warps=4,
-    )  # fmt: skip
-    q_clean, k_clean = cleaned(q, layout), cleaned(k, layout)
+    q_clean, k_clean = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k))
     dq = torch.empty(tq, hq, d, dtype=q.dtype, device=device)
     dk, dv = (torch.empty(tk, hk, d, dtype=k.dtype, device=device) for _ in range(2))
+    dlse_strides = (0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))
+    encode_gradient_kernel[(max(layout.q_capacity, layout.k_capacity) * (BLOCK // ROWS), hq + 1)](
+        do, o, lse, lse if dlse is None else dlse, g_codes, g_wide, lse2, delta, q, k, q_clean, k_clean, dq, dk, dv,
+        layout.q_blocks, layout.counts, do.stride(0), do.stride(1), o.stride(0), o.stride(1), q.stride(0), q.stride(1),
+        k.stride(0), k.stride(1), lse.stride(0), *dlse_strides, q_pad, tq, tk, hq, hk, HAS_DLSE=dlse is not None, D=d,
+        ROWS=ROWS, num_warps=4,
+    )  # fmt: skip
     left, right = sides(documents)
     window = left < OPEN
     g_tiles, q_tiles = tiles(g_codes, 64), tiles(e.q_codes, 64)
     kv_tuning, q_tuning = TUNING["dkv", d], TUNING["dq", d]
     bm, bn = kv_tuning["BM"], q_tuning["BN"]
-    dkv_kernel[grid(layout.k_capacity * hk, device)](
-        tiles(e.k_codes, 64), tiles(e.v_codes, 64), tiles(e.q_codes, bm), tiles(g_codes, bm), packed_tiles(q, bm),
-        packed_tiles(q_clean, bm), tiles(g_wide, bm), vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), dk, dv, e.k_factor, e.v_factor,
-        layout.k_items, layout.counts, q_pad, k_pad, scale, left, right, hk, hq // hk,
-        heads_together(layout.k_capacity, device), D=d, LEFT=window, num_warps=4, **kv_tuning,
-    )  # fmt: skip
-    dq_kernel[grid(layout.q_capacity * hq, device)](
-        q_tiles, g_tiles, tiles(e.k_codes, bn), tiles(e.v_codes, bn), packed_tiles(k, bn), packed_tiles(k_clean, bn),
-        vectors(e.k_factor, bn), vectors(e.v_factor, bn), dq, e.q_factor, lse2, delta, layout.q_items, layout.counts,
-        q_pad, k_pad, scale, left, right, hq, hq // hk,
-        heads_together(layout.q_capacity, device), D=d, LEFT=window, num_warps=4, **q_tuning,
-    )  # fmt: skip
-    clear(dq, layout, 3)
-    clear(dk, layout, 5)
-    clear(dv, layout, 5)
+    if wanted[1] or wanted[2]:
+        dkv_kernel[grid(layout.k_capacity * hk, device)](
+            tiles(e.k_codes, 64), tiles(e.v_codes, 64), vectors(e.k_factor, 64), vectors(e.v_factor, 64),
+            tiles(e.q_codes, bm), tiles(g_codes, bm), packed_tiles(q, bm), packed_tiles(q_clean, bm), tiles(g_wide, bm),
+            vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), dk, dv, layout.k_items, layout.counts,
+            q_pad, k_pad, scale, left, right, hk, hq // hk, heads_together(layout.k_capacity, device), D=d, LEFT=window,
+            num_warps=4, **kv_tuning,
+        )  # fmt: skip
+    if wanted[0]:
+        dq_kernel[grid(layout.q_capacity * hq, device)](
+            q_tiles, g_tiles, vectors(e.q_factor, 64), vectors(lse2, 64), vectors(delta, 64), tiles(e.k_codes, bn),
+            tiles(e.v_codes, bn), packed_tiles(k, bn), packed_tiles(k_clean, bn), vectors(e.k_factor, bn),
+            vectors(e.v_factor, bn), dq, layout.q_items, layout.counts, q_pad, k_pad, scale, left, right, hq, hq // hk,
+            heads_together(layout.q_capacity, device), D=d, LEFT=window, num_warps=4, **q_tuning,
+        )  # fmt: skip
     return dq, dk, dv
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, window: tuple[int | None, int | None] | None) -> str | None:
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, window: tuple[int | None, int | None] | None
+) -> str | None:
     """None if the kernels compute this call; else the reason why not."""
     d = q.shape[-1]
     plain = Recipe.strict("mxfp8_scores")
@@ -224,5 +217,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, window: tuple[int 
     if q.dtype != torch.bfloat16:
         return f"dtype {q.dtype}: the kernels take bfloat16"
     if d not in HEAD_DIMS or v.shape[-1] != d:
-        return f"head sizes {d} (q, k) and {v.shape[-1]} (v): the kernels take {', '.join(map(str, HEAD_DIMS))}, both equal"
+        sizes = " or ".join(map(str, HEAD_DIMS))
+        return f"head sizes {d} (q, k) and {v.shape[-1]} (v): the kernels take {sizes}, the same for both"
     return None

@@ -57,11 +57,38 @@ def _codes(x, e, bad):
     return y.to(tl.float8e4nv)
 
 
-@triton.jit(do_not_specialize=["hq"])
-def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, Q_BLOCKS, K_BLOCKS, COUNTS, q_stride_t, q_stride_h, k_stride_t,
-                  k_stride_h, v_stride_t, v_stride_h, q_pad, k_pad, factor, sign, hq, D: tl.constexpr,
-                  ROWS: tl.constexpr):  # fmt: skip
-    """Grid (blocks * 128 / ROWS, query heads + key heads). q_pad, k_pad: rows of a head in the padded buffers."""
+@triton.jit
+def _clean(X, CLEAN, row, rows, heads, stride_t, stride_h, D: tl.constexpr):
+    """Copy some tokens, those that are not finite as zeros."""
+    for head in range(heads):
+        x = _load(X, 0, row, rows, head, stride_t, stride_h, D)
+        x = tl.where((_amax(x) >= 0x7F80)[:, None], 0.0, x)
+        at = row.to(tl.int64)[:, None] * (heads * D) + head * D + tl.arange(0, D)[None, :]
+        tl.store(CLEAN + at, x, mask=(row < rows)[:, None])
+
+
+@triton.jit
+def _clear(X, row, outside, width):
+    """Zero the rows of X (rows, width) that are `outside`."""
+    for base in range(0, width, 128):
+        column = base + tl.arange(0, 128)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        zero = tl.zeros([row.shape[0], 128], X.dtype.element_ty)
+        tl.store(X + at, zero, mask=outside[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _outside(COUNTS, row, rows, SIDE: tl.constexpr):
+    """Which rows of the buffer belong to no document. SIDE: 3 for queries, 5 for keys."""
+    return ((row < tl.load(COUNTS + SIDE)) | (row >= tl.load(COUNTS + SIDE + 1))) & (row < rows)
+
+
+@triton.jit(do_not_specialize=["hq", "hk", "q_rows"])
+def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCKS, COUNTS, q_stride_t, q_stride_h,
+                  k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_pad, k_pad, factor, sign, hq, hk, q_rows, D:
+                  tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Grid (blocks * 128 / ROWS, query heads + key heads + 1). q_pad, k_pad: rows of a head in the padded buffers. The
+    last row of the grid sets O and LSE of the tokens outside all documents."""
     block = tl.program_id(0) // (128 // ROWS)
     rows = (tl.program_id(0) % (128 // ROWS)) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
@@ -80,6 +107,13 @@ def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, Q_BLOCKS, K_BLOCKS, COUNT
             tl.store(QF + at, tl.where(bad, nan, _power(e) * factor))
             if tl.max(amax, 0) >= 0x7F80:
                 tl.store(COUNTS + 2, 1)
+    elif head == hq + hk:
+        token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        outside = _outside(COUNTS, token, q_rows, 3)
+        if tl.max(outside.to(tl.int32), 0) > 0:
+            _clear(O, token, outside, hq * D)
+            for h in range(hq):
+                tl.store(LSE + h * q_rows + token, tl.full([ROWS], float("-inf"), tl.float32), mask=outside)
     else:
         head -= hq
         if block < tl.load(COUNTS + 1):
@@ -102,24 +136,38 @@ def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, Q_BLOCKS, K_BLOCKS, COUNT
                 tl.store(COUNTS + 2, 1)
 
 
-@triton.jit(do_not_specialize=["lse_stride_h", "dlse_stride_t", "dlse_stride_h"])
-def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q_BLOCKS, COUNTS, g_stride_t, g_stride_h, o_stride_t,
-                           o_stride_h, lse_stride_h, dlse_stride_t, dlse_stride_h, q_pad, HAS_DLSE: tl.constexpr,
-                           D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Grid (query blocks * 128 / ROWS, query heads): dO's codes, and per row LSE log2(e) - e(G) and (D - dLSE) / 2^e(G)."""
+@triton.jit(do_not_specialize=["lse_stride_h", "dlse_stride_t", "dlse_stride_h", "q_rows", "k_rows", "hq", "hk"])
+def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q, K, Q_CLEAN, K_CLEAN, DQ, DK, DV, Q_BLOCKS, COUNTS,
+                           g_stride_t, g_stride_h, o_stride_t, o_stride_h, q_stride_t, q_stride_h, k_stride_t,
+                           k_stride_h, lse_stride_h, dlse_stride_t, dlse_stride_h, q_pad, q_rows, k_rows, hq, hk,
+                           HAS_DLSE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Grid (blocks * 128 / ROWS, query heads + 1): dO's codes, and per row LSE log2(e) - e(G) and (D - dLSE) / 2^e(G).
+    The last row of the grid zeroes gradients of tokens outside all documents, and writes the cleaned copies if need be."""
     block = tl.program_id(0) // (128 // ROWS)
-    if block < tl.load(COUNTS):
+    head = tl.program_id(1)
+    if head == hq:
+        if tl.program_id(0) == 0:  # the two passes of the backward start their lists
+            tl.store(COUNTS + 8, 0)
+            tl.store(COUNTS + 9, 0)
+        token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        if tl.load(COUNTS + 2) != 0:
+            _clean(Q, Q_CLEAN, token, q_rows, hq, q_stride_t, q_stride_h, D)
+            _clean(K, K_CLEAN, token, k_rows, hk, k_stride_t, k_stride_h, D)
+        outside = _outside(COUNTS, token, q_rows, 3)
+        if tl.max(outside.to(tl.int32), 0) > 0:
+            _clear(DQ, token, outside, hq * D)
+        outside = _outside(COUNTS, token, k_rows, 5)
+        if tl.max(outside.to(tl.int32), 0) > 0:
+            _clear(DK, token, outside, hk * D)
+            _clear(DV, token, outside, hk * D)
+    elif block < tl.load(COUNTS):
         rows = (tl.program_id(0) % (128 // ROWS)) * ROWS + tl.arange(0, ROWS)
-        head = tl.program_id(1)
         column = tl.arange(0, D)
         row = tl.load(Q_BLOCKS + block * 16)
         valid = tl.load(Q_BLOCKS + block * 16 + 1)
         g = _load(G, row, rows, valid, head, g_stride_t, g_stride_h, D)
         o = _load(O, row, rows, valid, head, o_stride_t, o_stride_h, D)
         live = rows < valid
-        if (tl.program_id(0) == 0) & (head == 0):  # the two passes of the backward start their lists
-            tl.store(COUNTS + 8, 0)
-            tl.store(COUNTS + 9, 0)
         lse = tl.load(LSE + head.to(tl.int64) * lse_stride_h + row + rows, mask=live, other=float("-inf"))
         amax = _amax(g)
         bad = amax >= 0x7F80
@@ -138,32 +186,3 @@ def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q_BLOCKS, COUNT
         lse2 = tl.where(bad, float("nan"), lse * 1.4426950408889634 - e.to(tl.float32))
         tl.store(LSE2 + at, tl.where(blind, float("inf"), lse2))
         tl.store(DELTA + at, tl.where(blind, 0.0, delta))
-
-
-@triton.jit(do_not_specialize=["rows", "heads"])
-def clean_kernel(X, CLEAN, COUNTS, rows, stride_t, stride_h, heads, D: tl.constexpr, ROWS: tl.constexpr):
-    """A packed copy of X in which tokens that are not finite are zero; does nothing unless the encoder raised the flag."""
-    if tl.load(COUNTS + 2) != 0:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        for head in range(heads):
-            x = _load(X, 0, row, rows, head, stride_t, stride_h, D)
-            x = tl.where((_amax(x) >= 0x7F80)[:, None], 0.0, x)
-            at = row.to(tl.int64)[:, None] * (heads * D) + head * D + tl.arange(0, D)[None, :]
-            tl.store(CLEAN + at, x, mask=(row < rows)[:, None])
-
-
-@triton.jit(do_not_specialize=["rows", "width", "heads"])
-def clear_kernel(X, LSE, rows, width, COUNTS, SIDE: tl.constexpr, heads, ROWS: tl.constexpr):
-    """Zero the rows of X (rows, width) that belong to no document, and set LSE (heads, rows) there to -inf. SIDE: 3 for
-    queries, 5 for keys. heads = 0: no LSE."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first = tl.load(COUNTS + SIDE)
-    end = tl.load(COUNTS + SIDE + 1)
-    if (tl.program_id(0) * ROWS < first) | ((tl.program_id(0) + 1) * ROWS > end):
-        outside = ((row < first) | (row >= end)) & (row < rows)
-        for base in range(0, width, 256):
-            column = base + tl.arange(0, 256)
-            at = row.to(tl.int64)[:, None] * width + column[None, :]
-            tl.store(X + at, tl.zeros([ROWS, 256], X.dtype.element_ty), mask=outside[:, None] & (column < width)[None, :])
-        for head in range(heads):
-            tl.store(LSE + head * rows + row, tl.full([ROWS], float("-inf"), tl.float32), mask=outside)

@@ -81,8 +81,8 @@ def plan(documents: Documents, q_rows: int, k_rows: int, q_step: int = 64) -> Pl
     right = OPEN if documents.right is None else min(documents.right, OPEN)
     q_blocks, k_blocks, q_items, k_items = records.split([cap_q, cap_k, cap_q, cap_k])
     schedule_kernel[(1,)](
-        documents.cu_q, documents.cu_k, scratch, q_blocks, k_blocks, q_items, k_items, count, q_rows, k_rows, cap_q, cap_k,
-        left, right, Q_STEP=q_step, SHIFT_Q=_shift(cap_k), SHIFT_K=_shift(cap_q * (BLOCK // q_step)), CHUNK=1024,
+        documents.cu_q, documents.cu_k, scratch, q_blocks, k_blocks, q_items, k_items, count, q_rows, k_rows, cap_q,
+        cap_k, left, right, Q_STEP=q_step, SHIFT_Q=_shift(cap_k), SHIFT_K=_shift(cap_q * (BLOCK // q_step)), CHUNK=1024,
         num_warps=8,
     )  # fmt: skip
     return Plan(documents, q_blocks, k_blocks, q_items, k_items, scratch[2 * BUCKETS : 2 * BUCKETS + 16], q_step)
@@ -160,8 +160,8 @@ def _key_range(k0, valid, lq, shift, left, right, STEP: tl.constexpr):
 
 
 @triton.jit
-def _records(BLOCKS, HIST, STARTS, LENGTHS, PADS, O_STARTS, O_LENGTHS, O_PADS, count, blocks, cap, left, right,
-             KEYS: tl.constexpr, STEP: tl.constexpr, SHIFT_BY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _records(BLOCKS, HIST, STARTS, LENGTHS, PADS, O_STARTS, O_LENGTHS, O_PADS, count, blocks, cap, left, right, KEYS:
+             tl.constexpr, STEP: tl.constexpr, SHIFT_BY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Write the records of one side in padded order, and count how many have each length."""
     for base in range(0, cap, CHUNK):
         b = base + tl.arange(0, CHUNK)
@@ -209,18 +209,19 @@ def _sort(BLOCKS, ITEMS, HIST, blocks, cap, SHIFT_BY: tl.constexpr, CHUNK: tl.co
     for base in range(0, cap, CHUNK):
         b = base + tl.arange(0, CHUNK)
         live = b < blocks
-        steps = tl.load(BLOCKS + b * 16 + END, mask=live, other=0) - tl.load(BLOCKS + b * 16 + FIRST, mask=live, other=0)
+        record = BLOCKS + b * 16
+        steps = tl.load(record + END, mask=live, other=0) - tl.load(record + FIRST, mask=live, other=0)
         place = tl.atomic_add(HIST + 1023 - tl.minimum(steps >> SHIFT_BY, 1023), 1, mask=live, sem="relaxed")
         place = tl.where(live, place, b)
         inside = (b < cap)[:, None]
-        record = tl.load(BLOCKS + b[:, None] * 16 + word[None, :], mask=inside, other=0)
-        tl.store(ITEMS + place[:, None] * 16 + word[None, :], record, mask=inside)
+        words = tl.load(BLOCKS + b[:, None] * 16 + word[None, :], mask=inside, other=0)
+        tl.store(ITEMS + place[:, None] * 16 + word[None, :], words, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "q_rows", "k_rows", "cap_q", "cap_k", "left", "right"])
 def schedule_kernel(CU_Q, CU_K, SCRATCH, Q_BLOCKS, K_BLOCKS, Q_ITEMS, K_ITEMS, count, q_rows, k_rows, cap_q, cap_k,
-                    left, right, Q_STEP: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr,
-                    CHUNK: tl.constexpr):  # fmt: skip
+                    left, right, Q_STEP: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr, CHUNK:
+                    tl.constexpr):  # fmt: skip
     HIST = SCRATCH
     COUNTS = SCRATCH + 2048
     TABLE = COUNTS + 16
@@ -237,8 +238,8 @@ def schedule_kernel(CU_Q, CU_K, SCRATCH, Q_BLOCKS, K_BLOCKS, Q_ITEMS, K_ITEMS, c
     tl.store(COUNTS + 6, k_end)
     tl.store(COUNTS + 7, 0)
     tl.debug_barrier()
-    _records(Q_BLOCKS, HIST, TABLE, TABLE + stride, TABLE + 2 * stride, TABLE + 3 * stride, TABLE + 4 * stride,
-             TABLE + 5 * stride, count, nq, cap_q, left, right, False, Q_STEP, SHIFT_Q, CHUNK)  # fmt: skip
+    _records(Q_BLOCKS, HIST, TABLE, TABLE + stride, TABLE + 2 * stride, TABLE + 3 * stride, TABLE + 4 * stride, TABLE +
+             5 * stride, count, nq, cap_q, left, right, False, Q_STEP, SHIFT_Q, CHUNK)  # fmt: skip
     _records(K_BLOCKS, HIST + 1024, TABLE + 3 * stride, TABLE + 4 * stride, TABLE + 5 * stride, TABLE, TABLE + stride,
              TABLE + 2 * stride, count, nk, cap_k, left, right, True, Q_STEP, SHIFT_K, CHUNK)  # fmt: skip
     tl.debug_barrier()

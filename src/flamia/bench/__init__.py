@@ -1,0 +1,1 @@
+"""Speed, measured against others on the same card in the same minute: `python -m flamia.bench.run --help`."""

@@ -1,0 +1,154 @@
+"""The Hopper kernels compiled ahead of time for sm_90a, on a machine that needs no GPU.
+
+What a compiler release can silently take away is checked in the machine code: that the 8-bit and the 16-bit tensor-core
+instructions are there, that ptxas did not serialise them (a wait after every product), that no loop touches local
+memory, and that the weights are made between the start and the join of a product, not behind it.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from flamia.hopper import quantize, schedule  # noqa: E402
+from flamia.hopper.dkv import dkv_kernel  # noqa: E402
+from flamia.hopper.dq import dq_kernel  # noqa: E402
+from flamia.hopper.forward import forward_kernel  # noqa: E402
+from flamia.hopper.launch import TUNING  # noqa: E402
+
+CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton ships no cuobjdump")
+
+FP8, BF16, FP32 = ("fp8e4nv", 8), ("bf16", 16), ("fp32", 32)
+
+
+def tensordesc(dtype: tuple[str, int], block: list[int]) -> str:
+    name, bits = dtype
+    layout = gl.NVMMASharedLayout(0 if len(block) == 1 else min(128, block[1] * bits // 8), bits, len(block))
+    return f"tensordesc<{name}{block},{layout!r}>"
+
+
+def descriptors(kernel: str, d: int, tuning: dict) -> dict[str, str]:
+    rows, vector = tensordesc(FP8, [64, d]), tensordesc(FP32, [64])
+    if kernel == "forward":
+        keys, values = tensordesc(FP8, [128, d]), tensordesc(BF16, [128, d])
+        return {"q_desc": rows, "a_desc": vector, "k_desc": keys, "v_desc": values, "f_desc": tensordesc(FP32, [128])}
+    n = tuning["BM" if kernel == "dkv" else "BN"]
+    codes, wide, factors = tensordesc(FP8, [n, d]), tensordesc(BF16, [n, d]), tensordesc(FP32, [n])
+    kinds = {
+        "dkv": (("k", "v"), ("kf", "vf"), ("q", "g"), ("qb", "clean", "gb"), ("f", "l", "d")),
+        "dq": (("q", "g"), ("a", "l", "d"), ("k", "v"), ("kb", "clean"), ("kf", "vf")),
+    }[kernel]
+    types = (rows, vector, codes, wide, factors)
+    return {f"{name}_desc": kind for names, kind in zip(kinds, types) for name in names}
+
+
+def compiled(fn, types: dict[str, str], constants: dict, source, tmp_path, num_warps: int = 4) -> str:
+    """The SASS of a kernel."""
+    signature = {}
+    for name in fn.arg_names:
+        signature[name] = "constexpr" if name in constants else types.get(name, "i32")
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(fn.arg_names)
+        if signature[name].startswith("*") or name.endswith("_pad")
+    }
+    kernel = triton.compile(source(fn, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
+                            options={"num_warps": num_warps})  # fmt: skip
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    return subprocess.run([str(CUOBJDUMP), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
+def instructions(sass: str) -> list[tuple[int, str]]:
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
+    return [(int(address, 16), text) for address, text in found]
+
+
+def product_loops(sass: str) -> list[list[str]]:
+    """The innermost loops that hold tensor-core instructions."""
+    code = instructions(sass)
+    index = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (address, text) in enumerate(code):
+        jump = re.match(r"@!?U?P\d+\s+BRA\b.*?0x([0-9a-f]+)", text)  # plain jumps back leave a barrier's retry
+        target = int(jump[1], 16) if jump else address + 1
+        if target <= address and target in index:
+            loops.append((index[target], i))
+    bodies = {(a, b): [text for _, text in code[a : b + 1]] for a, b in loops}
+    busy = [span for span, body in bodies.items() if any("GMMA" in text for text in body)]
+    inner = [s for s in busy if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in busy)]
+    return [bodies[s] for s in inner]
+
+
+KERNELS = {"forward": forward_kernel, "dkv": dkv_kernel, "dq": dq_kernel}
+POINTERS = {
+    "O": "*bf16",
+    "LSE": "*fp32",
+    "DQ": "*bf16",
+    "DK": "*bf16",
+    "DV": "*bf16",
+    "ITEMS": "*i32",
+    "COUNTS": "*i32",
+    "scale": "fp32",
+}
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["", "window"])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_kernels(kernel, d, window, tmp_path):
+    tuning = dict(TUNING[kernel, d])
+    constants = dict(tuning, D=d, LEFT=window, **({"BN": 128} if kernel == "forward" else {}))
+    types = {**POINTERS, **descriptors(kernel, d, tuning)}
+    sass = compiled(KERNELS[kernel], types, constants, GluonASTSource, tmp_path)
+    loops = product_loops(sass)
+    assert len(loops) >= 4, "two consumers, each with a loop of whole and a loop of masked steps"
+    for body in loops:
+        text = "\n".join(body)
+        assert "QGMMA" in text and "HGMMA" in text
+        assert text.count("DEPBAR") <= 4, "ptxas waits after every product: something crosses the end of a step"
+    whole = [body for body in loops if not any("FSEL" in t for t in body)]
+    assert len(whole) == 2
+    for body in whole:
+        assert not any(re.search(r"\b(STL|LDL)\b", t) for t in body), "a loop touches local memory"
+        last = max(i for i, t in enumerate(body) if "DEPBAR" in t)
+        weights = [i for i, t in enumerate(body) if "MUFU.EX2" in t]
+        assert sum(i < last for i in weights) > 0.9 * len(weights), "the weights are made behind the join"
+
+
+def pointers(names: str, kind: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), kind)
+
+
+SMALL = {
+    **pointers("CU_Q CU_K SCRATCH Q_BLOCKS K_BLOCKS Q_ITEMS K_ITEMS COUNTS", "*i32"),
+    **pointers("Q K V G O VD GB Q_CLEAN K_CLEAN DQ DK DV", "*bf16"),
+    **pointers("LSE DLSE QF KF VF LSE2 DELTA", "*fp32"),
+    **pointers("QC KC VC GC", "*fp8e4nv"),
+    **pointers("factor sign", "fp32"),
+}
+
+
+@pytest.mark.parametrize(
+    "fn, constants, warps",
+    [
+        (schedule.schedule_kernel, {"Q_STEP": 64, "SHIFT_Q": 0, "SHIFT_K": 0, "CHUNK": 1024}, 8),
+        (quantize.encode_kernel, {"D": 128, "ROWS": 32}, 4),
+        (quantize.encode_gradient_kernel, {"D": 64, "ROWS": 32, "HAS_DLSE": True}, 4),
+        (quantize.encode_gradient_kernel, {"D": 128, "ROWS": 32, "HAS_DLSE": False}, 4),
+    ],
+)
+def test_small_kernels(fn, constants, warps, tmp_path):
+    sass = compiled(fn, SMALL, constants, ASTSource, tmp_path, warps)
+    assert not re.search(r"\b(STL|LDL)\b", sass)
