@@ -122,9 +122,10 @@ def test_attention_kernels(kernel, d, window, tmp_path):
     assert len(whole) == 2
     for body in whole:
         assert not any(re.search(r"\b(STL|LDL)\b", t) for t in body), "a loop touches local memory"
-        last = max(i for i, t in enumerate(body) if "DEPBAR" in t)
-        weights = [i for i, t in enumerate(body) if "MUFU.EX2" in t]
-        assert sum(i < last for i in weights) > 0.9 * len(weights), "the weights are made behind the join"
+        if kernel == "forward":
+            last = max(i for i, t in enumerate(body) if "DEPBAR" in t)
+            weights = [i for i, t in enumerate(body) if "MUFU.EX2" in t]
+            assert all(i < last for i in weights), "the weights are made behind the join, where no product runs"
 
 
 def pointers(names: str, kind: str) -> dict[str, str]:

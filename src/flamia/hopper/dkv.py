@@ -19,9 +19,9 @@ from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup
 
 
 @gluon.jit
-def dkv_producer(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc,
-                 ITEMS, COUNTS, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty,
-                 q_pad, k_pad, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, heads, group, width):  # fmt: skip
+def dkv_producer(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc,
+                 d_desc, ITEMS, COUNTS, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full,
+                 empty, q_pad, k_pad, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, heads, group, width):  # fmt: skip
     blocks = gl.load(COUNTS + 1)
     total = blocks * heads
     dirty = gl.load(COUNTS + 2)
@@ -100,8 +100,8 @@ def weights(x, key_factor, f, lse, seen, MASK: gl.constexpr):
 
 @gluon.jit
 def dkv_steps(lo, hi, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs, ls, ds,
-              full, empty, MASK: gl.constexpr, LEFT: gl.constexpr, FIRST: gl.constexpr, BM: gl.constexpr, ST:
-              gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+              full, empty, MASK: gl.constexpr, LEFT: gl.constexpr, FIRST: gl.constexpr, BM: gl.constexpr,
+              ST: gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     """Steps lo .. hi - 1. u is the rounded U^T of the step before (unless FIRST), whose product with Q is started before
     this step's S^T and E^T. `last` is the number of the item's last step; each step awaits the tiles of the next."""
     cl: gl.constexpr = gl.SliceLayout(0, SL)
@@ -137,8 +137,9 @@ def dkv_steps(lo, hi, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, 
 
 
 @gluon.jit
-def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty, scale,
-                 left, right, heads, group, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr):  # fmt: skip
+def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty,
+                 scale, left, right, heads, group, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr,
+                 LEFT: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -210,9 +211,9 @@ def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, k
 
 
 @gluon.jit(do_not_specialize=["left", "right", "heads", "group", "width"])
-def dkv_kernel(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc, d_desc,
-               DK, DV, ITEMS, COUNTS, q_pad, k_pad, scale, left, right, heads, group, width, D: gl.constexpr, BM:
-               gl.constexpr, ST: gl.constexpr,  LEFT: gl.constexpr):  # fmt: skip
+def dkv_kernel(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc,
+               d_desc, DK, DV, ITEMS, COUNTS, q_pad, k_pad, scale, left, right, heads, group, width,
+               D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr,  LEFT: gl.constexpr):  # fmt: skip
     F8: gl.constexpr = gl.float8e4nv
     ks = gl.allocate_shared_memory(F8, [2, 64, D], k_desc.layout)
     vs = gl.allocate_shared_memory(F8, [2, 64, D], v_desc.layout)

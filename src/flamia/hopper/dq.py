@@ -15,9 +15,9 @@ from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup
 
 
 @gluon.jit
-def dq_producer(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, ITEMS,
-                COUNTS, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, q_pad, k_pad, D:
-                gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, hq, group, width):  # fmt: skip
+def dq_producer(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc,
+                ITEMS, COUNTS, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, q_pad,
+                k_pad, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, hq, group, width):  # fmt: skip
     blocks = gl.load(COUNTS)
     total = blocks * hq
     dirty = gl.load(COUNTS + 2)
@@ -96,14 +96,13 @@ def gradient(x, e, kf, vf, a, lse, d, seen, MASK: gl.constexpr):
 
 
 @gluon.jit
-def dq_steps(lo, hi, last, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, full, empty,
-             MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr, DOT:
-             gl.constexpr):  # fmt: skip
+def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, full, empty, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     """Steps lo .. hi - 1; u is the rounded U of the step before, whose product with K runs under this step's weights."""
     cl: gl.constexpr = gl.SliceLayout(0, SL)
     for n in range(lo, hi):
         s = i % ST
         sp = (i + ST - 1) % ST
+        mbarrier.wait(full.index(s), (i // ST) & 1)
         kf = kfs.index(s).load(cl)
         vf = vfs.index(s).load(cl)
         ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -118,9 +117,7 @@ def dq_steps(lo, hi, last, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right
         w = p * (e * vf[None, :] - d[:, None])
         if MASK:
             w = gl.where(seen, w, 0.0)
-        # this wait's branch also keeps the assembler from moving U behind the join, where no product runs
-        mbarrier.wait(full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
-        dq, w = warpgroup_mma_wait(0, deps=[td, w])
+        dq = warpgroup_mma_wait(0, deps=[td])
         mbarrier.arrive(empty.index(sp), count=1)
         u = operand(w, DOT)
         i += 1
@@ -128,8 +125,8 @@ def dq_steps(lo, hi, last, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right
 
 
 @gluon.jit
-def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, scale, left, right, hq,
-                D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, scale, left, right,
+                hq, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -177,15 +174,13 @@ def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_emp
             e = warpgroup_mma_wait(0, deps=[tp])
             w = gradient(x, e, kf, vf, a, lse, d, seen, True)
             u = operand(w, DOT)
-            last = i + end - 1 - first
-            mbarrier.wait(full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
             i += 1
             if LEFT:
-                i, u, dq = dq_steps(first + 1, full_first, last, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right,
+                i, u, dq = dq_steps(first + 1, full_first, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right,
                                     ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
-            i, u, dq = dq_steps(gl.maximum(first + 1, full_first), full_end, last, i, u, dq, q, g, a, lse, d, row, zero,
+            i, u, dq = dq_steps(gl.maximum(first + 1, full_first), full_end, i, u, dq, q, g, a, lse, d, row, zero,
                                 lk, left, right, ks, vs, kbs, kfs, vfs, full, empty, False, LEFT, BN, ST, SL, DOT)  # fmt: skip
-            i, u, dq = dq_steps(gl.maximum(first + 1, full_end), end, last, i, u, dq, q, g, a, lse, d, row, zero, lk,
+            i, u, dq = dq_steps(gl.maximum(first + 1, full_end), end, i, u, dq, q, g, a, lse, d, row, zero, lk,
                                 left, right, ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
             sp = (i + ST - 1) % ST
             td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
@@ -203,9 +198,9 @@ def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_emp
 
 
 @gluon.jit(do_not_specialize=["left", "right", "hq", "group", "width"])
-def dq_kernel(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, DQ, ITEMS,
-              COUNTS, q_pad, k_pad, scale, left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST:
-              gl.constexpr,  LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+def dq_kernel(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, DQ,
+              ITEMS, COUNTS, q_pad, k_pad, scale, left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr,
+              ST: gl.constexpr,  LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     F8: gl.constexpr = gl.float8e4nv
     qs = gl.allocate_shared_memory(F8, [2, 64, D], q_desc.layout)
     gs = gl.allocate_shared_memory(F8, [2, 64, D], g_desc.layout)

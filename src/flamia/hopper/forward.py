@@ -21,9 +21,9 @@ from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup
 
 
 @gluon.jit
-def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, qf, ks, vs, fs, slots, q_full, q_empty,
-                     k_full, v_full, empty, q_pad, k_pad, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST:
-                     gl.constexpr):  # fmt: skip
+def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, qf, ks, vs, fs, slots, q_full,
+                     q_empty, k_full, v_full, empty, q_pad, k_pad, hq, group, width, D: gl.constexpr,
+                     BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
     blocks = gl.load(COUNTS)
     total = blocks * hq
     i = 0
@@ -69,8 +69,7 @@ def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, 
 
 
 @gluon.jit
-def reference(x, factor, a, m, row, n, lk, left, right, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, SL:
-              gl.constexpr):  # fmt: skip
+def reference(x, factor, a, m, row, n, lk, left, right, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):  # fmt: skip
     """Scores of one step up to the row factor, masked; the rows' new running maximum, and what to subtract."""
     t = x * factor[None, :]
     if MASK:
@@ -105,9 +104,9 @@ def thread_sums(p, BN: gl.constexpr):
 
 
 @gluon.jit
-def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full, v_full, empty,
-                  MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr, OL:
-                  gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full, v_full,
+                  empty, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
+                  SL: gl.constexpr, OL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     for n in range(lo, hi):
         s = i % ST
         sp = (i - 1) % ST
@@ -131,8 +130,8 @@ def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, righ
 
 @gluon.jit
 def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
-                     lse_stride, left, right, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr,
-                     HOLD: gl.constexpr):  # fmt: skip
+                     lse_stride, left, right, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
+                     LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -213,9 +212,9 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_fu
 
 
 @gluon.jit(do_not_specialize=["lse_stride", "left", "right", "hq", "group", "width"])
-def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, O, LSE, ITEMS, COUNTS, q_pad, k_pad, o_stride_t, lse_stride,
-                   left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT:
-                   gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, O, LSE, ITEMS, COUNTS, q_pad, k_pad, o_stride_t,
+                   lse_stride, left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
+                   LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     qs = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, D], q_desc.layout)
     qf = gl.allocate_shared_memory(gl.float32, [2, 64], a_desc.layout)
     ks = gl.allocate_shared_memory(gl.float8e4nv, [ST, BN, D], k_desc.layout)

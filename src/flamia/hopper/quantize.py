@@ -85,8 +85,8 @@ def _outside(COUNTS, row, rows, SIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["hq", "hk", "q_rows"])
 def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCKS, COUNTS, q_stride_t, q_stride_h,
-                  k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_pad, k_pad, factor, sign, hq, hk, q_rows, D:
-                  tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                  k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_pad, k_pad, factor, sign, hq, hk, q_rows,
+                  D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Grid (blocks * 128 / ROWS, query heads + key heads + 1). q_pad, k_pad: rows of a head in the padded buffers. The
     last row of the grid sets O and LSE of the tokens outside all documents."""
     block = tl.program_id(0) // (128 // ROWS)
@@ -137,10 +137,10 @@ def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCK
 
 
 @triton.jit(do_not_specialize=["lse_stride_h", "dlse_stride_t", "dlse_stride_h", "q_rows", "k_rows", "hq", "hk"])
-def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q, K, Q_CLEAN, K_CLEAN, DQ, DK, DV, Q_BLOCKS, COUNTS,
-                           g_stride_t, g_stride_h, o_stride_t, o_stride_h, q_stride_t, q_stride_h, k_stride_t,
-                           k_stride_h, lse_stride_h, dlse_stride_t, dlse_stride_h, q_pad, q_rows, k_rows, hq, hk,
-                           HAS_DLSE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q, K, Q_CLEAN, K_CLEAN, DQ, DK, DV, Q_BLOCKS,
+                           COUNTS, g_stride_t, g_stride_h, o_stride_t, o_stride_h, q_stride_t, q_stride_h,
+                           k_stride_t, k_stride_h, lse_stride_h, dlse_stride_t, dlse_stride_h, q_pad, q_rows,
+                           k_rows, hq, hk, HAS_DLSE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Grid (blocks * 128 / ROWS, query heads + 1): dO's codes, and per row LSE log2(e) - e(G) and (D - dLSE) / 2^e(G).
     The last row of the grid zeroes gradients of tokens outside all documents, and writes the cleaned copies if need be."""
     block = tl.program_id(0) // (128 // ROWS)

@@ -160,8 +160,7 @@ def _key_range(k0, valid, lq, shift, left, right, STEP: tl.constexpr):
 
 
 @triton.jit
-def _records(BLOCKS, HIST, STARTS, LENGTHS, PADS, O_STARTS, O_LENGTHS, O_PADS, count, blocks, cap, left, right, KEYS:
-             tl.constexpr, STEP: tl.constexpr, SHIFT_BY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _records(BLOCKS, HIST, STARTS, LENGTHS, PADS, O_STARTS, O_LENGTHS, O_PADS, count, blocks, cap, left, right, KEYS: tl.constexpr, STEP: tl.constexpr, SHIFT_BY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Write the records of one side in padded order, and count how many have each length."""
     for base in range(0, cap, CHUNK):
         b = base + tl.arange(0, CHUNK)
@@ -220,8 +219,8 @@ def _sort(BLOCKS, ITEMS, HIST, blocks, cap, SHIFT_BY: tl.constexpr, CHUNK: tl.co
 
 @triton.jit(do_not_specialize=["count", "q_rows", "k_rows", "cap_q", "cap_k", "left", "right"])
 def schedule_kernel(CU_Q, CU_K, SCRATCH, Q_BLOCKS, K_BLOCKS, Q_ITEMS, K_ITEMS, count, q_rows, k_rows, cap_q, cap_k,
-                    left, right, Q_STEP: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr, CHUNK:
-                    tl.constexpr):  # fmt: skip
+                    left, right, Q_STEP: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr,
+                    CHUNK: tl.constexpr):  # fmt: skip
     HIST = SCRATCH
     COUNTS = SCRATCH + 2048
     TABLE = COUNTS + 16
@@ -238,10 +237,10 @@ def schedule_kernel(CU_Q, CU_K, SCRATCH, Q_BLOCKS, K_BLOCKS, Q_ITEMS, K_ITEMS, c
     tl.store(COUNTS + 6, k_end)
     tl.store(COUNTS + 7, 0)
     tl.debug_barrier()
-    _records(Q_BLOCKS, HIST, TABLE, TABLE + stride, TABLE + 2 * stride, TABLE + 3 * stride, TABLE + 4 * stride, TABLE +
-             5 * stride, count, nq, cap_q, left, right, False, Q_STEP, SHIFT_Q, CHUNK)  # fmt: skip
-    _records(K_BLOCKS, HIST + 1024, TABLE + 3 * stride, TABLE + 4 * stride, TABLE + 5 * stride, TABLE, TABLE + stride,
-             TABLE + 2 * stride, count, nk, cap_k, left, right, True, Q_STEP, SHIFT_K, CHUNK)  # fmt: skip
+    _records(Q_BLOCKS, HIST, TABLE, TABLE + stride, TABLE + 2 * stride, TABLE + 3 * stride, TABLE + 4 * stride,
+             TABLE + 5 * stride, count, nq, cap_q, left, right, False, Q_STEP, SHIFT_Q, CHUNK)  # fmt: skip
+    _records(K_BLOCKS, HIST + 1024, TABLE + 3 * stride, TABLE + 4 * stride, TABLE + 5 * stride, TABLE, TABLE +
+             stride, TABLE + 2 * stride, count, nk, cap_k, left, right, True, Q_STEP, SHIFT_K, CHUNK)  # fmt: skip
     tl.debug_barrier()
     _sort(Q_BLOCKS, Q_ITEMS, HIST, nq, cap_q, SHIFT_Q, CHUNK)
     _sort(K_BLOCKS, K_ITEMS, HIST + 1024, nk, cap_k, SHIFT_K, CHUNK)
