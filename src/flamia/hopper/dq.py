@@ -96,7 +96,9 @@ def gradient(x, e, kf, vf, a, lse, d, seen, MASK: gl.constexpr):
 
 
 @gluon.jit
-def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, full, empty, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, full, empty,
+             MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr,
+             DOT: gl.constexpr):  # fmt: skip
     """Steps lo .. hi - 1; u is the rounded U of the step before, whose product with K runs under this step's weights."""
     cl: gl.constexpr = gl.SliceLayout(0, SL)
     for n in range(lo, hi):

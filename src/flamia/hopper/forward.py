@@ -69,7 +69,8 @@ def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, 
 
 
 @gluon.jit
-def reference(x, factor, a, m, row, n, lk, left, right, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):  # fmt: skip
+def reference(x, factor, a, m, row, n, lk, left, right, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr,
+              SL: gl.constexpr):  # fmt: skip
     """Scores of one step up to the row factor, masked; the rows' new running maximum, and what to subtract."""
     t = x * factor[None, :]
     if MASK:

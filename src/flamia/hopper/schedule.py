@@ -160,7 +160,8 @@ def _key_range(k0, valid, lq, shift, left, right, STEP: tl.constexpr):
 
 
 @triton.jit
-def _records(BLOCKS, HIST, STARTS, LENGTHS, PADS, O_STARTS, O_LENGTHS, O_PADS, count, blocks, cap, left, right, KEYS: tl.constexpr, STEP: tl.constexpr, SHIFT_BY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _records(BLOCKS, HIST, STARTS, LENGTHS, PADS, O_STARTS, O_LENGTHS, O_PADS, count, blocks, cap, left, right,
+             KEYS: tl.constexpr, STEP: tl.constexpr, SHIFT_BY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Write the records of one side in padded order, and count how many have each length."""
     for base in range(0, cap, CHUNK):
         b = base + tl.arange(0, CHUNK)
