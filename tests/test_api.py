@@ -91,7 +91,7 @@ def test_recipes_by_object_text_and_default():
     q, k, v = inputs(queries=200, keys=200)
     default = flamia.attention(q, k, v, causal=True)
     fast = flamia.attention(q, k, v, causal=True, recipe=Recipe.fast())
-    assert torch.equal(default, flamia.attention(q, k, v, causal=True, recipe="mxfp8/strict"))
+    assert torch.equal(default, flamia.attention(q, k, v, causal=True, recipe="mxfp8_scores/strict"))
     assert torch.equal(default, flamia.attention(q, k, v, causal=True, recipe=Recipe.strict()))
     assert torch.equal(fast, flamia.attention(q, k, v, causal=True, recipe="mxfp8/fast"))
     assert not torch.equal(default, fast)

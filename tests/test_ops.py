@@ -333,7 +333,7 @@ def test_a_gpu_gets_its_kernels(name, monkeypatch):
 def test_what_kernels_cannot_do_raises_and_is_never_replaced(name, monkeypatch):
     with pytest.raises(UnsupportedError) as error:
         choose(name, "head dimension 16 has no kernel", monkeypatch)
-    for words in ("head dimension 16 has no kernel", "mxfp8/strict", "(46, 4, 16)", "backend='reference'"):
+    for words in ("head dimension 16 has no kernel", "mxfp8_scores/strict", "(46, 4, 16)", "backend='reference'"):
         assert words in str(error.value)
 
 

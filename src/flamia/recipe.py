@@ -122,7 +122,10 @@ class Recipe:
     rounding: bool = True
     cells: tuple[tuple[str, str], ...] = ()
 
-    _tables: ClassVar[tuple[Operands, Operands]]  # of each instance, set once by __post_init__
+    # of each instance, set once by __post_init__: its two tables, and its string with every option spelled out, which
+    # torch.compile can read as one constant while the options themselves may turn into symbols
+    _tables: ClassVar[tuple[Operands, Operands]]
+    spelled: ClassVar[str]
 
     @classmethod
     def strict(cls, route: str = DEFAULT_ROUTE, **options) -> Recipe:
@@ -159,7 +162,7 @@ class Recipe:
             if name.removeprefix("frontier.") in CELLS:
                 cells.append((name, value))
             elif name not in types or name in ("route", "safety", "cells"):
-                raise ValueError(f"recipe {text!r}: no option {name!r}; there are {', '.join(_option_names())}")
+                raise ValueError(f"recipe {text!r}: no option {name!r}; there are {', '.join(_OPTIONS)}")
             elif types[name] == "bool":
                 values[name] = _parse_bool(name, value)
             elif types[name] == "int":
@@ -173,7 +176,7 @@ class Recipe:
     def __str__(self) -> str:
         preset = _preset(self.route, self.safety, {})
         parts = [f"{self.route}/{self.safety}"]
-        for name in _option_names():
+        for name in _OPTIONS:
             if getattr(self, name) != getattr(preset, name):
                 parts.append(f"{name}={getattr(self, name)}")
         return ",".join(parts + [f"{name}={cell}" for name, cell in self.cells])
@@ -191,6 +194,7 @@ class Recipe:
         for name, cell in self.cells:
             _check_cell(name, cell)
         object.__setattr__(self, "_tables", _tables(self))
+        object.__setattr__(self, "spelled", _spell(self))
         used = {cell for table in (self.full, self.frontier) for cell in dataclasses.astuple(table)}
         low = {cell.split(":")[0] for cell in used} - {"bf16"}
         p_formats = {table.o_p.split(":")[0] for table in (self.full, self.frontier)}
@@ -252,6 +256,11 @@ class Recipe:
         return {"strict": causal | {"mask"}, "fold": causal, "fast": local}[self.safety]
 
 
+def _spell(recipe: Recipe) -> str:
+    options = [f",{name}={getattr(recipe, name)}" for name in _OPTIONS]
+    return f"{recipe.route}/{recipe.safety}" + "".join(options + [f",{name}={cell}" for name, cell in recipe.cells])
+
+
 def _parse_bool(name: str, value: str) -> bool:
     if value not in ("True", "False"):
         raise ValueError(f"{name}={value!r}: allowed are True and False")
@@ -265,8 +274,7 @@ def _parse_int(name: str, value: str) -> int:
         raise ValueError(f"{name}={value!r}: an integer is needed") from None
 
 
-def _option_names() -> list[str]:
-    return [f.name for f in dataclasses.fields(Recipe) if f.name not in ("route", "safety", "cells")]
+_OPTIONS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("route", "safety", "cells"))
 
 
 def _check_cell(name: str, cell: str) -> None:

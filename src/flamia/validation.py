@@ -16,7 +16,6 @@ the loss fall, and is found weeks later or never.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -214,8 +213,7 @@ def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
 def recipe_text(recipe: Recipe | str | None) -> str:
     """The string under which a recipe crosses the operator's schema. None: the default, `Recipe.strict()`.
 
-    While `torch.compile` traces, every field is spelled out in place of `str(recipe)`: its fields are constants that
-    are guarded by value, and a recipe made inside the traced function has no object yet that could be asked.
+    While `torch.compile` traces, `str(recipe)` cannot run, so the string that the recipe holds of itself crosses.
     """
     if recipe is None:
         return _DEFAULT
@@ -225,14 +223,10 @@ def recipe_text(recipe: Recipe | str | None) -> str:
         raise ValueError(
             f"recipe must be a flamia.Recipe, its string (such as 'mxfp8/strict') or None, got {type(recipe).__name__}"
         )
-    if torch.compiler.is_compiling():
-        options = [f",{name}={getattr(recipe, name)}" for name in _OPTIONS]
-        return f"{recipe.route}/{recipe.safety}" + "".join(options + [f",{name}={cell}" for name, cell in recipe.cells])
-    return _text(recipe)
+    return recipe.spelled if torch.compiler.is_compiling() else _text(recipe)
 
 
 _DEFAULT = str(Recipe.strict())
-_OPTIONS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("route", "safety", "cells"))
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ import resource, torch
 from flamia import reference
 from flamia.packing import Documents
 from flamia.recipe import Recipe
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 docs = Documents.batched(1, 16384, 16384, None, 0)
 q, k, v, do = (torch.randn(16384, 1, 128).bfloat16() for _ in range(4))

@@ -32,6 +32,7 @@ def corpus(tmp_path):
 @pytest.fixture
 def config():
     return TrainConfig(
+        recipe="mxfp8/strict",
         shape=Shape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, hidden=64),
         context=200,
         tokens=256,
