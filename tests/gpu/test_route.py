@@ -189,6 +189,20 @@ def test_strided_inputs_and_expanded_gradients():
     assert all(torch.equal(a, b) for a, b in zip(run(q, k, v, torch.ones_like(q), dlse, documents), expanded))
 
 
+def test_nothing_saved_and_nothing_wanted():
+    """The backward encodes again to the same bits, and each pass computes the same without the other."""
+    q, k, v, do, dlse, documents = make("grouped")
+    scale = q.shape[-1] ** -0.5
+    o, lse, residual, saved = hopper.forward_saving(q, k, v, documents, RECIPE, scale)
+    arguments = (do, dlse, q, k, v, o, lse, residual, documents, RECIPE, scale)
+    whole = hopper.backward(*arguments, saved=saved)
+    for a, b in zip(whole, hopper.backward(*arguments)):
+        assert torch.equal(a, b)
+    assert torch.equal(whole[0], hopper.backward(*arguments, saved=saved, wanted=(True, False, False))[0])
+    for a, b in zip(whole[1:], hopper.backward(*arguments, saved=saved, wanted=(False, True, True))[1:]):
+        assert torch.equal(a, b)
+
+
 def test_scale_of_any_sign():
     q, k, v, do, dlse, documents = make("one", tail=0)
     for scale in (-0.1, 0.0, 1.0):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, do: Tensor, cu: Tensor, l
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest, "causal": True}
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
 
-    def first(result: object) -> Tensor:
+    def first(result: Any) -> Any:  # o, or (o, lse)
         return result[0] if isinstance(result, (tuple, list)) else result
 
     def forward() -> object:
