@@ -71,10 +71,16 @@ def round_weights(
     elif geometry == "square":
         exponent = scale_exponent(_square_amax(x), fmt)
     else:  # row, column
-        largest, carry = _largest_own(x.abs() * exp2_int(shift), geometry, fmt, block, running, before)
+        largest, carry = _largest_own(_counted(x, fold), geometry, fmt, block, running, before)
         exponent = largest - shift
     scale = exp2_int(exponent)
     return round_to(x / scale, fmt) * scale, carry
+
+
+def _counted(x: Tensor, fold: Fold | None) -> Tensor:
+    """Magnitudes after the fold, for a maximum: zero where the companion's group is all zero. Its exponent of 0 means
+    nothing there, and would dwarf companions that are small."""
+    return x.abs() if fold is None else torch.where(fold.nonzero, x.abs() * exp2_int(fold.exponent), 0.0)
 
 
 def _largest_own(
@@ -127,7 +133,10 @@ def _nvfp4(x: Tensor, geometry: str, fold: Fold | None, block: int) -> Tensor:
     if geometry == "queries16":
         y = y.transpose(-1, -2)
     groups = y.unflatten(-1, (-1, 16))
-    amax = groups.abs().amax(-1, keepdim=True)
+    counted = _counted(x, fold)
+    if geometry == "queries16":
+        counted = counted.transpose(-1, -2)
+    amax = counted.unflatten(-1, (-1, 16)).amax(-1, keepdim=True)
     blocks = amax.unflatten(-2, (-1, min(block, y.shape[-1]) // 16))
     common = blocks.amax(-2, keepdim=True).expand_as(blocks).flatten(-3, -2)
     power = exp2_int(scale_exponent(common, E2M1, "ceil", NVFP4_LARGEST))
