@@ -31,6 +31,8 @@ def test_presets_claim_what_they_can_keep():
     assert Recipe.fold().claims == everything - {"mask"}
     assert Recipe.fast().claims == {"document", "offset", "repeat"}
     assert Recipe.fast("mxfp8_scores").claims == everything
+    for route in ROUTES:  # FP16 sums whose boost reads the whole document: nothing causal to promise
+        assert Recipe.fold(route, dq_accumulator="fp16_sequence").claims == {"document", "offset", "repeat"}
     assert CONTROLS["current_scaling"].claims == {"repeat"}
     assert CONTROLS["k_centered"].claims == {"document", "offset", "repeat"}
     assert Recipe.strict(cells=(("frontier.o_v", "e4m3:block"),)).claims == {"document", "offset", "repeat"}
@@ -72,7 +74,19 @@ def test_output_and_its_gradient_read_the_same_v():
         ({"cells": (("o_v", "e5m2:token"),)}, "o_v='e5m2:token'.*e4m3"),
         ({"cells": (("o_v", "nvfp4:token"),)}, "nvfp4 with feature16 and stripe16"),
         ({"cells": (("o_p", "e4m3:token"),)}, "o_p='e4m3:token'.*relative"),
+        ({"cells": (("o_p", "e2m1:boost"),)}, "o_p='e2m1:boost'.*clip"),
+        ({"cells": (("dv_p", "e2m1:relative"),)}, "dv_p='e2m1:relative'.*clip"),
+        ({"cells": [("o_v", "e4m3:token")]}, "cells=.*tuple"),
+        ({"cells": {"o_v": "e4m3:token"}}, "cells=.*tuple"),
         ({"exp2": "table"}, "exp2='table'.*'exact'"),
+        # equal to what is allowed, so that a cache would mix them up, but with strings that do not parse
+        ({"frontier_block": 128.0}, "frontier_block=128.0.*integer"),
+        ({"frontier_block": "128"}, "frontier_block='128'.*integer"),
+        ({"lag": 2.5}, "lag=2.5.*integer"),
+        ({"boost": True}, "boost=True.*integer"),
+        ({"rotate": 1}, "rotate=1: allowed are True and False"),
+        ({"rotate": "False"}, "rotate='False': allowed are True and False"),
+        ({"rounding": 0}, "rounding=0: allowed are True and False"),
     ],
 )
 def test_refusals_name_the_option_and_the_rule(options, message):

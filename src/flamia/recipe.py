@@ -77,6 +77,7 @@ _CHOICES = {
     "normalizer": ("unrounded", "rounded"),
     "center_k": ("none", "document", "call"),
 }
+_KINDS = {"frontier_block": int, "lag": int, "boost": int, "rotate": bool, "rounding": bool}
 
 
 @dataclass(frozen=True)
@@ -185,12 +186,18 @@ class Recipe:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
+        for name, kind in _KINDS.items():  # 1 equals True and 128.0 equals 128, but their strings do not parse
+            if type(getattr(self, name)) is not kind:
+                need = "an integer is needed" if kind is int else "allowed are True and False"
+                raise ValueError(f"{name}={getattr(self, name)!r}: {need}")
         if self.frontier_block < 32 or self.frontier_block % 32:
             raise ValueError(
                 f"frontier_block={self.frontier_block}: it must be a positive multiple of 32, the group size"
             )
         if self.lag < 0:
             raise ValueError(f"lag={self.lag}: a reference cannot lead the row maximum; use 0 or more")
+        if not isinstance(self.cells, tuple) or not all(isinstance(c, tuple) and len(c) == 2 for c in self.cells):
+            raise ValueError(f"cells={self.cells!r}: a tuple of (name, cell) pairs, such as (('o_v', 'e4m3:token'),)")
         for name, cell in self.cells:
             _check_cell(name, cell)
         object.__setattr__(self, "_tables", _tables(self))
@@ -203,6 +210,11 @@ class Recipe:
                 f"lag={self.lag}, boost={self.boost}: weights reach 2^{self.lag + self.boost} and E4M3 ends at 448, so the "
                 f"largest would clip; lag + boost may be at most 8"
             )
+        constant = ("e2m1:boost", "e2m1:relative", "e2m1:masked")
+        for table in (self.full, self.frontier):
+            if table.dv_p in constant or (table.o_p in constant and 2.0 ** (self.lag + self.boost) > 6):
+                raise ValueError(f"o_p={table.o_p!r}, dv_p={table.dv_p!r}: E2M1 ends at 6, and with a constant boost the "
+                                 f"largest weights would clip; use 'row', 'column' or 'square'")  # fmt: skip
         if self.scale_rule == "floor" and low & {"e2m1", "nvfp4"}:
             raise ValueError("scale_rule='floor' clips a quarter of E2M1's range: FP4 formats take 'ceil' only")
         if self.rotate and not any(cell.split(":")[0] != "bf16" for cell in (self.full.s_q, self.full.s_k)):
@@ -250,6 +262,8 @@ class Recipe:
         if self.center_k != "none":
             return local
         if self.cells:  # a departure may leak: promise what holds whatever the cells are
+            return local
+        if self.dq_accumulator == "fp16_sequence":  # its boost reads the whole document
             return local
         if self.route in UNIFORM_ROUTES and self.dq_accumulator == "fp32":
             return causal | {"mask"}
