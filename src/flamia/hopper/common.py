@@ -8,7 +8,7 @@ nothing in the item.
 
 from __future__ import annotations
 
-from .compat import gl, gluon, mbarrier
+from .compat import gl, gluon
 
 SLOTS = gl.constexpr(8)
 SLOT_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -45,15 +45,3 @@ def operand(x, LAYOUT: gl.constexpr):
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
-
-
-@gluon.jit
-def pass_over(count, i, full, empty, ST: gl.constexpr):
-    """Give back the tiles of `count` steps of which a warpgroup sees nothing, once they are there: a release ahead of
-    the arrival would be taken for one of the round before."""
-    for _n in range(count):
-        s = i % ST
-        mbarrier.wait(full.index(s), (i // ST) & 1)
-        mbarrier.arrive(empty.index(s), count=1)
-        i += 1
-    return i

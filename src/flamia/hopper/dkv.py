@@ -14,7 +14,7 @@ serialise all of them; a step's U crosses it instead, as the operand of a produc
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand, pass_over
+from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
@@ -159,15 +159,12 @@ def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, k
         shift = announced(slots, 4)
         first = announced(slots, 5)
         end = announced(slots, 6)
-        # the first step that sees a key of this warpgroup (padding has none), and the steps whose every row sees all of them
-        low = k0 + c * 64
-        begin = gl.maximum(low - right - shift, 0) // BM
-        begin = gl.where(c * 64 < valid, gl.minimum(gl.maximum(begin, first), end), end)
-        full_first = (gl.maximum(low + 63 - right - shift, 0) + BM - 1) // BM
+        # the query steps whose every row sees all 128 keys
+        full_first = (gl.maximum(k0 + 127 - right - shift, 0) + BM - 1) // BM
         full_first = gl.minimum(gl.maximum(full_first, first), end)
         full_end = end
         if LEFT:
-            full_end = gl.maximum(low + left - shift + 1, 0) // BM
+            full_end = gl.maximum(k0 + left - shift - (BM - 1) + BM, 0) // BM
             full_end = gl.minimum(gl.maximum(full_end, full_first), end)
         local = c * 64 + gl.arange(0, 64, layout=RL)
         key = k0 + local
@@ -175,16 +172,15 @@ def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, k
         vf = rows.index(2 + c).load(RL)
         dk = gl.full([64, D], 0.0, gl.float32, layout=OL)
         dv = gl.full([64, D], 0.0, gl.float32, layout=OL)
-        last = i + (end - first) * group - 1
-        if begin < end:
-            i = pass_over(begin - first, i, full, empty, ST)
+        if first < end:
+            last = i + (end - first) * group - 1
             mbarrier.wait(full.index(i % ST), (i // ST) & 1)
             # the first step of all, whose mask is evaluated whether it needs it or not
             u = gl.full([64, BM], 0.0, gl.bfloat16, layout=DOT)
             i, u, dk, dv = dkv_steps(
-                begin, begin + 1, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs,
+                first, first + 1, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs,
                 qbs, gbs, fs, ls, ds, full, empty, True, LEFT, True, BM, ST, SL, DOT)  # fmt: skip
-            start = begin + 1
+            start = first + 1
             for _g in range(group):
                 i, u, dk, dv = dkv_steps(
                     start, full_first, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right,
@@ -203,7 +199,6 @@ def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, k
             tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
             dk = warpgroup_mma_wait(0, deps=[tk])
             mbarrier.arrive(empty.index(sp), count=1)
-        i = pass_over(last + 1 - i, i, full, empty, ST)
         mbarrier.arrive(kv_empty, count=1)
         ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
         co = gl.arange(0, D, layout=gl.SliceLayout(0, BL))
