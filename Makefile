@@ -29,7 +29,7 @@ gpu-test:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 bench:
-	PYTHONPATH=src $(PYTHON) -m flamia bench
+	PYTHONPATH=src $(PYTHON) -m flamia.bench.run
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache
