@@ -44,6 +44,13 @@ def test_a_mask_off_by_three():
     assert report.diagnosis.reach == "lookahead" and "rows read 3 tokens ahead" in report.diagnosis.sentences
 
 
+@pytest.mark.parametrize("tile", [32, 48, 64, 80, 128])
+def test_a_mask_off_by_one_where_tiles_meet(tile):
+    """One token in a whole tile is read too early: no cut elsewhere shows it."""
+    report = audit_callable(toys.off_by_one(tile), effort="brief", heads=(2, 1), head_dim=16, explain=False)
+    assert report.verdict == "leak" and report.statuses["prefix"] == "leak"
+
+
 def test_not_causal():
     def full(q, k, v, cu):
         return attend(q, k, v, cu, causal=False)

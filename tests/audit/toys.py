@@ -99,3 +99,16 @@ def unboosted(q, k, v, cu):
     p = (s - s.amax(-1, keepdim=True)).exp()
     rounded = p + (p.detach().to(torch.float8_e4m3fn).double() - p.detach())
     return torch.einsum("hij,jhd->ihd", rounded / p.sum(-1, keepdim=True), v64).to(q.dtype)
+
+
+def off_by_one(tile):
+    """Causal, but the last row of each tile sees the first key of the next."""
+
+    def call(q, k, v, cu):
+        seen = mask_of(len(q), cu)
+        for a, b in pairwise(cu.tolist()):
+            for edge in range(a + tile, b, tile):
+                seen[edge - 1, edge] = True
+        return attend(q, k, v, cu, seen=seen)
+
+    return call

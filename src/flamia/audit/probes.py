@@ -276,6 +276,10 @@ def _suffixes(book: Book) -> Iterator[Experiment]:
     their turns.
     """
     s, turn = book.settings, 0
+    # Both sides of every edge of 32, where tiles meet: a mask that is off by one there reads one token in a whole tile,
+    # and shows from no other cut. Tiles of other multiples of 16 have edges among these.
+    for edge in range(32, s.lengths[s.watched], 32) if s.depth > 0 else ():
+        yield book.change("plain", "all", "redraw", s.watched, edge)
     for tone in s.tones:
         special = tone in ("edge", "fp4")
         hows = ("one",) if special else s.disturbances
