@@ -146,3 +146,10 @@ def test_a_run_does_not_continue_on_other_data(corpus, config, no_attention, tmp
     (tmp_path / "text/99.txt").write_text("one more file")
     with pytest.raises(ValueError, match="other data"):
         Trainer(config, load_corpus(tmp_path / "text"), device="cpu", attend=no_attention).restore(path)
+
+
+def test_a_run_begun_anew_keeps_nothing_of_a_longer_one(corpus, config, tmp_path):
+    train(config, corpus, tmp_path, device="cpu")
+    train(replace(config, steps=3), corpus, tmp_path, device="cpu")
+    assert [path.name for path in list_all(tmp_path)] == ["step-0000003.pt"]
+    assert read_log(tmp_path / "log.jsonl")[-1]["step"] == 3

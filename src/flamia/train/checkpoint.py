@@ -44,6 +44,12 @@ def list_all(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def remove_all(folder: Path) -> None:
+    """Forget an earlier run: pruning goes by step, so its later checkpoints would outlive those of a shorter new one."""
+    for old in list_all(folder):
+        old.unlink()
+
+
 def latest(folder: Path) -> Path | None:
     found = list_all(folder)
     return found[-1] if found else None

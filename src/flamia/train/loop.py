@@ -151,8 +151,9 @@ def train(
 ) -> Run:
     """Train to ``config.steps``; log to ``folder/log.jsonl``, save to ``folder/step-*.pt``, and judge at the end.
 
-    ``resume`` continues from the newest checkpoint in ``folder``, if there is one. A loss that is not finite ends the
-    run and is reported in ``Run.diverged_at``: for a study that is a result.
+    ``resume`` continues from the newest checkpoint in ``folder``, if there is one; without it the folder is begun anew,
+    and the log and checkpoints of an earlier run are removed: a mixture of two runs would be resumed and judged as one.
+    A loss that is not finite ends the run and is reported in ``Run.diverged_at``: for a study that is a result.
     """
     trainer = Trainer(config, corpus, device=device, attend=attend)
     run = Run(config, parameters=trainer.model.size)
@@ -160,6 +161,8 @@ def train(
     if folder and newest:
         trainer.restore(newest)
         run.records = [record for record in read_log(folder / "log.jsonl") if record["step"] <= trainer.step]
+    elif folder:
+        checkpoint.remove_all(folder)
     with log_to(folder, run.records) as write:
         started = time.perf_counter()
         while trainer.step < config.steps:
