@@ -148,7 +148,9 @@ def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
     if not content or not judge.stable:
         if outside:
             said.append("documents read one another: " + _sizes(outside))
-        elif not content and any(f.contract in ("truncate", "offset") for f in leaks):
+        elif not content and any(
+            f.contract == "offset" or (f.contract == "truncate" and judge.book.settings.right == 0) for f in leaks
+        ):
             said.append(
                 "no content crosses at equal lengths; the length or the place in the buffer itself decides bits"
             )

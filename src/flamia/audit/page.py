@@ -33,6 +33,8 @@ def render(reports: list[Report], title: str | None = None, overview: RecipeAudi
     """HTML of one report or of many; ``overview`` puts a preset-by-contract table in front."""
     import jinja2
 
+    from .recipes import CAUGHT_IN
+
     template = resources.files("flamia.audit").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     table = None
@@ -42,9 +44,11 @@ def render(reports: list[Report], title: str | None = None, overview: RecipeAudi
             "contracts": shown,
             "verdict": overview.verdict,
             "missed": overview.missed,
+            "says": overview.says,
             "rows": [
                 {
                     "name": name,
+                    "control": name in CAUGHT_IN,
                     "cells": [
                         {"text": overview.cell_text(name, c), "status": overview.cell(name, c)[0]} for c in shown
                     ],
@@ -66,7 +70,7 @@ def render(reports: list[Report], title: str | None = None, overview: RecipeAudi
         for r in reports
     ]
     return environment.from_string(template).render(
-        title=title or f"audit of {reports[0].target['name']}", cards=cards, table=table
+        title=title or str(reports[0].target["name"]), cards=cards, table=table
     )
 
 

@@ -92,6 +92,15 @@ class RecipeAudit:
     def exit_code(self) -> int:
         return EXIT[self.verdict]
 
+    @property
+    def says(self) -> str:
+        """What the verdict means here: a recipe is held to what it claims, and `fast` claims nothing about the future."""
+        return {
+            "clean": "every recipe keeps what it claims, and no control was missed; brackets are not claims",
+            "leak": "a recipe breaks what it claims",
+            "undecided": "something could not be judged, or a control was missed",
+        }[self.verdict]
+
     def recipes(self) -> list[str]:
         return list(dict.fromkeys(row.recipe for row in self.rows))
 
@@ -143,13 +152,15 @@ class RecipeAudit:
             "0 of n: nothing moved in n comparisons; a number: largest change relative to its row; in brackets: "
             "not claimed"
         )
+        if shown_controls := [name for name in self.recipes() if name in CAUGHT_IN]:
+            lines.append(f"controls, which leak and must be caught: {', '.join(shown_controls)}")
         for row in self.rows:
             lines += [
                 f"{row.recipe}, {row.mask.name}, heads {row.mask.heads[0]}/{row.mask.heads[1]}: {reason}"
                 for reason in row.report.reasons
             ]
         lines += [f"control missed: {text}" for text in self.missed]
-        lines.append(f"verdict: {self.verdict}")
+        lines += [self.says, f"verdict: {self.verdict}"]
         return "\n".join(lines)
 
     def __rich__(self) -> Group:
