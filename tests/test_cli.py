@@ -169,6 +169,22 @@ def test_train_evaluate_and_resume(flamia, text, tmp_path):
     assert code == 0 and json.loads(out)[0]["gap"] == strict["gap"]
     code, out, err = flamia("train", *recipes[:2], *small, *common, "--out", out_folder, "--resume", "--seed", 4)
     assert code == 2 and out == "" and "seed = 0, this run has 4" in err
+    code, out, err = flamia("train", *recipes[:2], *small, *common, "--out", out_folder)  # --resume forgotten
+    assert code == 2 and out == "" and "step-0000003.pt" in err and "--resume" in err and path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["audit", "attention.py:forward"], "write attention:forward"),
+        (["audit", "math:sqrt", "--device", "gpu"], "write cpu, cuda or cuda:0"),
+        (["train", "-r", "mxfp8/safe"], "recipe 'mxfp8/safe': no preset 'safe'; there are strict, fold, fast"),
+        (["train", "-r", "fp8"], "recipe 'fp8': no route 'fp8'"),
+    ],
+)
+def test_refusals_say_what_to_write(flamia, arguments, said):
+    code, out, err = flamia(*arguments)
+    assert code == 2 and out == "" and said in err and "Traceback" not in err
 
 
 def test_torchs_attention_can_be_trained_as_a_baseline(flamia, text, tmp_path):

@@ -151,7 +151,8 @@ def flash_attn_func(
     """`attention` under flash-attention's names: q, k, v are (batch, tokens, heads, dim).
 
     Positional up to `window_size`, in the order of flash-attention 3 and 4; what follows differs between its versions
-    and is taken by name only. (Version 2 has dropout_p in fourth place: such a positional call raises.)
+    and is taken by name only. Version 2 has dropout_p in fourth place: a 0.0 there is
+    refused, but any other value cannot be told from a scale, so pass by name in code written for version 2.
 
     Further arguments of flash-attention: what may change only its speed (`deterministic`, `num_splits`, `pack_gqa`,
     `sm_margin`, ...) is a hint that changes no bit, and results are always deterministic; what would change the result

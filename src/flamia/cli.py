@@ -82,6 +82,20 @@ def set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def check_device(device: str | None) -> None:
+    """Refuse a device that is not here, before any work and without a traceback."""
+    import torch
+
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device = {device!r}: write cpu, cuda or cuda:0") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device = {device!r}: torch finds no CUDA device here")
+
+
 @app.command()
 def info(as_json: JsonFlag = False) -> None:
     """Versions, devices, and which recipe runs on which backend here, or why not."""
@@ -117,7 +131,7 @@ def train(
     preset: Annotated[str, typer.Option(help='"tiny" (CPU) or "study" (GPU, the leak study).')] = "tiny",
     data: Data = None,
     out: Annotated[Path, typer.Option(help="Folder for logs, checkpoints and the picture.")] = Path("out/train"),
-    steps: Annotated[int | None, typer.Option(min=1)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Default of this and what follows: the preset's.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Bytes per batch.")] = None,
     context: Annotated[int | None, typer.Option(min=2, help="Longest document.")] = None,
     learning_rate: Annotated[float | None, typer.Option()] = None,
@@ -126,7 +140,9 @@ def train(
     seed: Seed = 0,
     evaluate_every: Annotated[int | None, typer.Option(min=0)] = None,
     save_every: Annotated[int | None, typer.Option(min=0, help="0 saves the last step only.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue from the newest checkpoint in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Continue from the newest checkpoints in --out, with the same options.")
+    ] = False,
     backend: Annotated[str, typer.Option(help='"auto", "reference" or "hopper".')] = "auto",
     device: Device = None,
     threads: Threads = 0,
@@ -134,26 +150,30 @@ def train(
 ) -> None:
     """Train a byte model with one or several recipes on the same batches, and judge each through exact attention."""
     from flamia import train as room
-    from flamia.train import plots
+    from flamia.train import checkpoint, plots
 
     set_threads(threads)
+    check_device(device)
     changes = {
         "steps": steps, "tokens": tokens, "context": context, "learning_rate": learning_rate, "warmup": warmup,
         "decay": decay, "seed": seed, "evaluate_every": evaluate_every, "save_every": save_every, "backend": backend,
     }  # fmt: skip
     texts = [trained_text(text) for text in recipe or [str(Recipe.strict())]]
     configs = [room.preset(preset, recipe=text, **changes) for text in texts]
+    folders = [out / folder_name(config.recipe) for config in configs]
+    for folder in folders:
+        if not resume and (newest := checkpoint.latest(folder)):
+            raise ValueError(f"{newest} is of an earlier run: continue it with --resume, or give another --out")
     corpus = room.load_corpus(data)
     print(corpus, file=sys.stderr)
     runs = []
-    for config in configs:
+    for config, folder in zip(configs, folders, strict=True):
         with Progress() as progress:
             lane = progress.lane(config.recipe)
 
             def show(record: dict[str, Any], lane: Lane = lane, total: int = config.steps) -> None:
                 lane.update(record["step"], total, f"loss {record['loss']:.3f}")
 
-            folder = out / folder_name(config.recipe)
             runs.append(room.train(config, corpus, folder, device=device, resume=resume, on_step=show))
     plots.save(plots.loss_curves(runs), out / "losses.png")
     summaries = [run.summary() for run in runs]
@@ -186,6 +206,7 @@ def evaluate(
     from flamia.train.evaluate import judge_checkpoint
 
     set_threads(threads)
+    check_device(device)
     text = trained_text(recipe) if recipe else None
     own, found = judge_checkpoint(
         checkpoint, load_corpus(data), recipe=text, batches=batches, backend=backend, device=device
@@ -257,6 +278,7 @@ def audit(
     from flamia.audit import RecipeAudit, Report, audit_callable, audit_recipes
 
     set_threads(threads)
+    check_device(device)
     if target is not None and recipe:
         raise typer.BadParameter("give either module:function or --recipe, not both")
     report: Report | RecipeAudit
@@ -275,6 +297,7 @@ def audit(
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
         report.to_html(html)
+        print(f"page: {html}", file=sys.stderr)
     if as_json:
         print(report.to_json())
     else:
@@ -287,6 +310,8 @@ def load_function(target: str) -> Callable[..., Any]:
     module, colon, name = target.partition(":")
     if not (module and colon and name):
         raise ValueError(f"target = {target!r}: write it as module:function, for example mypackage.attention:forward")
+    if module.endswith(".py"):
+        raise ValueError(f"target = {target!r}: a module, not a file: write {module[:-3].replace('/', '.')}:{name}")
     sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module)
@@ -359,6 +384,8 @@ def main() -> None:
             raise
         print(f"flamia: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("flamia: interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        if isinstance(leaving, SystemExit) and leaving.code != 130:  # 130: typer has met the interrupt already
+            raise
+        print("flamia: interrupted; training continues with --resume", file=sys.stderr)
         raise SystemExit(130) from None

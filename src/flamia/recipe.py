@@ -172,6 +172,12 @@ class Recipe:
                 values[name] = value
         if cells:
             values["cells"] = tuple(cells)
+        for what, name, allowed in (("route", route, ROUTES), ("preset", safety if slash else "strict", SAFETIES)):
+            if name not in allowed:
+                raise ValueError(
+                    f"recipe {text!r}: no {what} {name!r}; there are {', '.join(allowed)}. "
+                    'A recipe is written route/preset, such as "mxfp8/strict"'
+                )
         return _preset(route, safety if slash else "strict", values)
 
     def __str__(self) -> str:

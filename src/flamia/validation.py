@@ -109,7 +109,10 @@ def check_offsets_given(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor 
     _check_offsets(names[0], cu_q, q)
     if cu_k is None:
         if k.shape[0] != q.shape[0]:
-            raise ValueError(f"q has {q.shape[0]} rows but k has {k.shape[0]}: give {names[1]} as well")
+            raise ValueError(
+                f"q has {q.shape[0]} rows but k has {k.shape[0]}: give {names[1]} as well, "
+                f"or if they are meant to be equal, check the layout, which is (total tokens, heads, dim)"
+            )
         return
     _check_offsets(names[1], cu_k, q)
     if cu_q.shape != cu_k.shape:
@@ -206,7 +209,10 @@ def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
     if isinstance(softmax_scale, (bool, Tensor)) or not isinstance(softmax_scale, (int, float)):
         raise ValueError(f"softmax_scale must be a Python float or None, got {type(softmax_scale).__name__}")
     if not 0.0 < softmax_scale < math.inf:  # also refuses NaN
-        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale!r}")
+        hint = (
+            "; a dropout_p in fourth place, as flash-attention 2 has it, must be left out" if softmax_scale == 0 else ""
+        )
+        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale!r}{hint}")
     return float(softmax_scale)
 
 

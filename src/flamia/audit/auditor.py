@@ -128,10 +128,13 @@ def accepted(target: Target, settings: Settings, may_change: bool) -> tuple[Sett
             spots.append(f"document lengths {lengths} were refused, so nothing is known about them: {refusal}")
             continue
         return trial, spots
+    other = "batched" if target.layout == "packed" else "packed"
+    takes = {"packed": "(q, k, v, cu_seqlens)", "batched": "(q, k, v)"}[other]
     raise ValueError(
         f"the callable accepts none of the packings tried, so there is nothing to audit; heads={target.heads}, "
         f"head_dim={target.head_dim}, "
-        f"dtype={target.dtype}, layout={target.layout!r} and lengths= are yours to set. It said: {spots[0]}"
+        f"dtype={target.dtype}, layout={target.layout!r} and lengths= are yours to set (layout={other!r} if it takes {takes}). "
+        f"It said: {spots[0]}"
     )
 
 
@@ -222,6 +225,8 @@ def audit_callable(
     Returns a ``Report``; ``report.exit_code`` is 0, 1 or 2 for clean, leak and undecided. Raises ``ValueError``
     for arguments that make no sense, and when the callable takes none of the packings tried.
     """
+    if not callable(fn):
+        raise ValueError(f"fn must be a function to audit, got {fn!r}; names (module:function) go to the command line")
     start = time.perf_counter()
     claimed = resolve_claims(claims, causal)
     target = Target(fn, layout=layout, backward=backward, heads=heads, head_dim=head_dim, dtype=dtype, device=device)

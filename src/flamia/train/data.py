@@ -66,9 +66,14 @@ class Corpus:
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: {len(self.train)} files, {self.train_bytes / 1e6:.1f} MB to train on; "
-            f"{len(self.validation)} files, {self.validation_bytes / 1e6:.2f} MB to validate on"
+            f"{self.source}: {_amount(self.train, self.train_bytes)} to train on; "
+            f"{_amount(self.validation, self.validation_bytes)} to validate on"
         )
+
+
+def _amount(files: tuple[Tensor, ...], size: int) -> str:
+    text = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    return f"{len(files)} file{'s' if len(files) != 1 else ''}, {text}"
 
 
 def load_corpus(path: str | Path | None = None, *, validation: float = 0.05) -> Corpus:
