@@ -64,6 +64,9 @@ def test_output_and_its_gradient_read_the_same_v():
         ({"frontier_block": 48}, "frontier_block=48.*multiple of 32"),
         ({"lag": 2, "boost": 8}, "lag=2, boost=8.*448.*at most 8"),
         ({"lag": -1}, "lag=-1"),
+        ({"boost": 10**9}, "boost=1000000000.*0..15"),
+        ({"frontier_block": 2**30}, "frontier_block=1073741824.*32..4096"),
+        ({"route": "bf16", "scale_rule": "floor", "lag": 0, "boost": 0}, "scale_rule='floor'.*nothing"),
         ({"route": "nvfp4", "scale_rule": "floor"}, "scale_rule='floor'.*FP4"),
         ({"route": "bf16", "rotate": True, "lag": 0, "boost": 0}, "rotate=True.*16 bits"),
         ({"e_format": "bf16"}, "e_format='bf16'.*mxfp8_scores"),
@@ -95,7 +98,15 @@ def test_refusals_name_the_option_and_the_rule(options, message):
 
 
 @pytest.mark.parametrize(
-    "text", ["mxfp8/strict,lag", "mxfp8/strict,speed=9", "mxfp8/strict,rotate=yes", "mxfp8/strict,route=bf16"]
+    "text",
+    [
+        "mxfp8/strict,lag",
+        "mxfp8/strict,lag=1,lag=2",
+        "mxfp8/strict,lag=x",
+        "mxfp8/strict,speed=9",
+        "mxfp8/strict,rotate=yes",
+        "mxfp8/strict,route=bf16",
+    ],
 )
 def test_bad_strings(text):
     with pytest.raises(ValueError):

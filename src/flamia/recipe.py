@@ -164,6 +164,8 @@ class Recipe:
                 cells.append((name, value))
             elif name not in types or name in ("route", "safety", "cells"):
                 raise ValueError(f"recipe {text!r}: no option {name!r}; there are {', '.join(_OPTIONS)}")
+            elif name in values:
+                raise ValueError(f"recipe {text!r}: option {name!r} stands there twice")
             elif types[name] == "bool":
                 values[name] = _parse_bool(name, value)
             elif types[name] == "int":
@@ -196,12 +198,14 @@ class Recipe:
             if type(getattr(self, name)) is not kind:
                 need = "an integer is needed" if kind is int else "allowed are True and False"
                 raise ValueError(f"{name}={getattr(self, name)!r}: {need}")
-        if self.frontier_block < 32 or self.frontier_block % 32:
+        if not 32 <= self.frontier_block <= 4096 or self.frontier_block % 32:
             raise ValueError(
-                f"frontier_block={self.frontier_block}: it must be a positive multiple of 32, the group size"
+                f"frontier_block={self.frontier_block}: it must be a multiple of 32, the group size, in 32..4096"
             )
-        if self.lag < 0:
-            raise ValueError(f"lag={self.lag}: a reference cannot lead the row maximum; use 0 or more")
+        if not 0 <= self.lag <= 15:
+            raise ValueError(f"lag={self.lag}: a reference cannot lead the row maximum, nor lag without end; use 0..15")
+        if not 0 <= self.boost <= 15:
+            raise ValueError(f"boost={self.boost}: powers of two on the weights; use 0..15")
         if not isinstance(self.cells, tuple) or not all(isinstance(c, tuple) and len(c) == 2 for c in self.cells):
             raise ValueError(f"cells={self.cells!r}: a tuple of (name, cell) pairs, such as (('o_v', 'e4m3:token'),)")
         for name, cell in self.cells:
@@ -223,6 +227,8 @@ class Recipe:
                                  f"largest weights would clip; use 'row', 'column' or 'square'")  # fmt: skip
         if self.scale_rule == "floor" and low & {"e2m1", "nvfp4"}:
             raise ValueError("scale_rule='floor' clips a quarter of E2M1's range: FP4 formats take 'ceil' only")
+        if self.scale_rule == "floor" and not low:
+            raise ValueError(f"scale_rule='floor': nothing in route {self.route!r} has a scale")
         if self.rotate and not any(cell.split(":")[0] != "bf16" for cell in (self.full.s_q, self.full.s_k)):
             raise ValueError(
                 f"rotate=True: the scores of route {self.route!r} have 16 bits; there is nothing to rotate for"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 
 import torch
 from torch import Tensor
@@ -193,9 +194,9 @@ def window_sides(causal: bool, window: tuple[int | None, int | None] | None, nam
     for side, value in zip(("left", "right"), window):
         if value is None:
             value = OPEN
-        if not _is_int(value) or value < OPEN:
+        if not _is_int(value) or not OPEN <= value < 2**31:
             raise ValueError(
-                f"{name}: the {side} side must be an int >= 0 (that many tokens, both ends inclusive), "
+                f"{name}: the {side} side must be an int in 0..2^31 - 1 (that many tokens, both ends inclusive), "
                 f"or -1 or None for open; got {value!r}"
             )
         sides.append(int(value))
@@ -208,7 +209,7 @@ def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(softmax_scale, (bool, Tensor)) or not isinstance(softmax_scale, (int, float)):
         raise ValueError(f"softmax_scale must be a Python float or None, got {type(softmax_scale).__name__}")
-    if not 0.0 < softmax_scale < math.inf:  # also refuses NaN
+    if not 0.0 < softmax_scale <= sys.float_info.max:  # also refuses NaN, and integers that no float holds
         hint = (
             "; a dropout_p in fourth place, as flash-attention 2 has it, must be left out" if softmax_scale == 0 else ""
         )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flamia import reference
-from flamia.recipe import Recipe
+from flamia.recipe import CONTROLS, Recipe
 
 STRICT = [Recipe.strict(r) for r in ("mxfp8", "nvfp4_fp8", "nvfp4", "mxfp8_scores", "bf16")]
 VARIANTS = [
@@ -145,3 +145,28 @@ def test_repeats_whatever_the_number_of_threads(recipe):
             assert all(same_bits(a, b) for a, b in zip(base, run(*x, docs, recipe)))
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("recipe", [*STRICT, *FOLD, *CONTROLS.values()], ids=str)
+def test_rows_behind_the_last_document_reach_nothing(recipe):
+    x = inputs(100, seed=6)
+    loud = [t.clone() for t in x]
+    for t in loud:
+        t[90:] = 2.0**60
+    docs = documents([50, 40])
+    assert all(same_bits(a, b) for a, b in zip(run(*x, docs, recipe), run(*loud, docs, recipe)))
+
+
+@pytest.mark.parametrize("recipe", [*STRICT, *FOLD, Recipe.fast()], ids=str)
+def test_a_gradient_of_lse_that_is_not_finite_shows(recipe):
+    q, k, v, do = inputs(200, seed=8)
+    docs = documents([200])
+    o, lse, residual = reference.forward(q, k, v, docs, recipe, SCALE)
+    dlse = torch.zeros_like(lse)
+    base = reference.backward(do, dlse, q, k, v, o, lse, residual, docs, recipe, SCALE)
+    dlse[0, 150] = torch.inf
+    dq, dk, _ = reference.backward(do, dlse, q, k, v, o, lse, residual, docs, recipe, SCALE)
+    assert dq[150, 0].isnan().all() and dk[:151, 0].isnan().all()
+    rows = torch.arange(200) != 150
+    if "mask" in recipe.claims or recipe.safety == "fold":
+        assert same_bits(dq[rows], base[0][rows])

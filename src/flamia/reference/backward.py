@@ -42,6 +42,8 @@ def backward(
     compute; the others come back zero.
     """
     problem = Problem(q, k, v, do, documents, recipe, scale)
+    if dlse is not None:
+        problem.bad["q"] = problem.bad["q"] | ~dlse.t().isfinite()
     gradients = Gradients(problem, wanted)
     watch = Diagnostics(problem) if diagnostics is not None else None
     for block in problem.blocks():

@@ -53,10 +53,11 @@ class Problem:
             self.bad["q"] = self.bad["q"] | _not_finite(g)
         if recipe.rotate:
             self.rotation = hadamard(q.shape[-1], q.device)
-        self.tensors = {"q": _clean(q), "k": _clean(k), "v": _clean(v)}
-        if g is not None:
-            self.tensors["g"] = _clean(g)
         self.spans = documents.spans()
+        used_q, used_k = (int(cu[-1]) for cu in (documents.cu_q, documents.cu_k))
+        self.tensors = {"q": _clean(q, used_q), "k": _clean(k, used_k), "v": _clean(v, used_k)}
+        if g is not None:
+            self.tensors["g"] = _clean(g, used_q)
         self._encoded: dict[tuple[str, str], Quantized] = {}
 
     def encoded(self, name: str, cell: str) -> Quantized:
@@ -85,7 +86,9 @@ class Problem:
     def _centered(self, k: Tensor) -> Tensor:
         """K less its mean over each document or over the call: a control, a statistic that sees the future."""
         k = k.clone()
-        spans = [(0, len(k))] if self.recipe.center_k == "call" else [(k0, k1) for _, _, k0, k1 in self.spans]
+        spans = [(k0, k1) for _, _, k0, k1 in self.spans]
+        if self.recipe.center_k == "call":
+            spans = [(0, spans[-1][1])] if spans else []
         for k0, k1 in spans:
             if k1 > k0:
                 k[k0:k1] -= k[k0:k1].mean(0)
@@ -193,5 +196,7 @@ def _not_finite(x: Tensor) -> Tensor:
     return ~x.isfinite().all(-1)
 
 
-def _clean(x: Tensor) -> Tensor:
-    return torch.where(_not_finite(x)[..., None], 0, x)
+def _clean(x: Tensor, used: int) -> Tensor:
+    """x with zeros for tokens that are not finite, and behind the last document, where no statistic may look."""
+    behind = torch.arange(len(x), device=x.device) >= used
+    return torch.where((_not_finite(x) | behind[:, None])[..., None], 0, x)
