@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.patches import Patch
 
 import flamia
 
@@ -24,11 +25,14 @@ def two_tokens(path: Path) -> None:
         scale = max(1.0, second)
         reads = [round(value / scale) * scale for value in (1.0, second)]
         colours = [ACCENT if reads[0] != 1.0 else INK, PALE]
-        axis.bar((0, 1), (1.0, second), width=0.55, fill=False, edgecolor=INK, linestyle=":", label="value")
-        axis.bar((0, 1), reads, width=0.35, color=colours, label="what is read")
+        axis.bar((0, 1), (1.0, second), width=0.55, fill=False, edgecolor=INK, linestyle=":")
+        axis.bar((0, 1), reads, width=0.35, color=colours)
         axis.set_xticks((0, 1), ("token 0", "token 1\n(the future)"))
         axis.set_title(f"second value {second:g}: token 0 reads {reads[0]:g}", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
+    axes[0].plot([], [], color=INK, linestyle=":", label="value")
+    axes[0].plot([], [], color=INK, linewidth=6, label="what is read")
+    axes[0].legend(frameon=False, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
@@ -49,10 +53,10 @@ def dependency(recipe: str, length: int = 96) -> torch.Tensor:
 
 
 def leaks(path: Path) -> None:
-    """Which token reaches which row: `fast` beside `strict`."""
+    """Which token reaches which row: scales over 32 tokens beside the default."""
     figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.7), sharey=True)
     for axis, recipe, title in zip(
-        axes, ("mxfp8/fast", "mxfp8/strict"), ("scales over 32 tokens", "flamia, the default")
+        axes, ("mxfp8/fast", str(flamia.Recipe.strict())), ("scales over 32 tokens", "flamia, the default")
     ):
         change = dependency(recipe)
         row, token = torch.meshgrid(torch.arange(len(change)), torch.arange(len(change)), indexing="ij")
@@ -64,7 +68,12 @@ def leaks(path: Path) -> None:
         axis.set_title(f"{title}\n{seen} pairs see the future", fontsize=10, color=ACCENT if seen else INK)
         axis.set_xlabel("token whose V changes")
     axes[0].set_ylabel("row of O that moves")
-    figure.tight_layout()
+    squares = [
+        Patch(color="#d6dee6", label="sees the token, and moves"),
+        Patch(color="#bf382b", label="does not see it, and moves"),
+    ]
+    figure.legend(handles=squares, loc="lower center", ncols=2, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, metadata={"Date": None})
 
 
