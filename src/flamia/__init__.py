@@ -3,9 +3,10 @@
     out = flamia.attention(q, k, v, causal=True)                        # (batch, tokens, heads, dim)
     out = flamia.attention_varlen(q, k, v, cu_seqlens, causal=True)     # (total, heads, dim), packed documents
     report = flamia.audit(fn)                                           # does an attention, anyone's, see the future?
+    report = flamia.audit_model(model)                                  # does a whole language model?
 
-`flamia.audit` is both the function and the package it lives in (`from flamia.audit import ...`); it is loaded when
-first named, so that attention alone does not pay for it.
+`flamia.audit` is both the function and the package it lives in (`from flamia.audit import ...`); it and `audit_model`
+are loaded when first named, so that attention alone does not pay for them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flamia.validation import UnsupportedError
 
 if TYPE_CHECKING:  # as a function, which is how it is used under this name
     from flamia.audit import audit_callable as audit
+    from flamia.audit import audit_model
 
 __version__ = "0.1.0"
 
@@ -31,6 +33,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "audit",
+    "audit_model",
     "flash_attn_func",
     "flash_attn_varlen_func",
 ]
@@ -39,8 +42,10 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "audit":
         return importlib.import_module("flamia.audit")
+    if name == "audit_model":
+        return importlib.import_module("flamia.audit").audit_model
     raise AttributeError(f"module 'flamia' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "audit"])
+    return sorted([*globals(), "audit", "audit_model"])

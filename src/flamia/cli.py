@@ -264,6 +264,9 @@ def audit(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     kv_heads: Annotated[int, typer.Option(min=1)] = 2,
     head_dim: Annotated[int, typer.Option(min=1, max=256)] = 32,
+    model: Annotated[
+        str | None, typer.Option(help="module:factory that builds a causal language model, tokens -> logits.")
+    ] = None,
     claim: Annotated[
         list[str] | None,
         typer.Option(help="A contract that counts; may be repeated. Default: all but mask, nonfinite and mass."),
@@ -274,15 +277,21 @@ def audit(
     threads: Threads = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Can an attention see the future, or other documents? Exit code 0 clean, 1 leak, 2 could not judge."""
-    from flamia.audit import RecipeAudit, Report, audit_callable, audit_recipes
+    """Can an attention, or a model, see the future or other documents? Exit code 0 clean, 1 leak, 2 could not judge."""
+    from flamia.audit import ModelReport, RecipeAudit, Report, audit_callable, audit_model, audit_recipes
 
     set_threads(threads)
     check_device(device)
-    if target is not None and recipe:
-        raise typer.BadParameter("give either module:function or --recipe, not both")
-    report: Report | RecipeAudit
-    if target is not None:
+    if sum(map(bool, (target, recipe, model))) > 1 or (model and html):
+        raise typer.BadParameter("give one of module:function, --recipe, and --model (which has no --html page)")
+    report: Report | RecipeAudit | ModelReport
+    if model is not None:
+        built = load_function(model)()
+        report = audit_model(
+            built.to(device) if hasattr(built, "to") else built, claims=claim or None, effort=effort or "quick",
+            seed=seed, device=device, name=model,
+        )  # fmt: skip
+    elif target is not None:
         report = audit_callable(
             load_function(target), layout=layout, causal=causal, heads=(heads, kv_heads), head_dim=head_dim,
             claims=claim or None, effort=effort or "quick", seed=seed, device=device, name=target,
@@ -294,7 +303,7 @@ def audit(
                 recipe or None, effort=effort or "brief", head_dim=head_dim, seed=seed, device=device,
                 progress=progress.lane("audit").update,
             )  # fmt: skip
-    if html is not None:
+    if html is not None and not isinstance(report, ModelReport):
         html.parent.mkdir(parents=True, exist_ok=True)
         report.to_html(html)
         print(f"page: {html}", file=sys.stderr)

@@ -5,7 +5,7 @@ presets. The module that you import is therefore also a function: Python looks u
 *class*, so this module gives itself a class that has one. Rooms: ``contract`` (what is promised), ``probes`` (how
 inputs are disturbed), ``targets`` (how a callable is run), ``judge`` (what a difference means), ``diagnose`` (what
 the leak looks like), ``mass`` (sums), ``controls`` (known leaks), ``report`` and ``page`` (what is said about it),
-``recipes`` (our own presets).
+``recipes`` (our own presets), ``models`` (whole language models).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .auditor import audit_callable
 from .contract import CONTRACTS, DEFAULT_CLAIMS, Packing
 from .controls import LEAKY, Control
 from .judge import Finding
+from .model_report import MODEL_CONTRACTS, ModelReport
+from .models import audit_model
 from .recipes import RecipeAudit, audit_recipes
 from .report import Report
 
@@ -26,12 +28,15 @@ __all__ = [
     "CONTRACTS",
     "DEFAULT_CLAIMS",
     "LEAKY",
+    "MODEL_CONTRACTS",
     "Control",
     "Finding",
+    "ModelReport",
     "Packing",
     "RecipeAudit",
     "Report",
     "audit_callable",
+    "audit_model",
     "audit_recipes",
 ]
 
