@@ -1,0 +1,369 @@
+"""Other people's attention: every option is swept, what is refused is listed, and what one option loses is found."""
+
+import inspect
+import io
+import json
+import sys
+import types
+
+import pytest
+import torch
+from rich.console import Console
+
+from flamia.audit.controls import attend
+from flamia.audit.peer_calls import allowed, by_name, function, named, names_of
+from flamia.audit.peer_modules import load, peers
+from flamia.audit.peer_report import audit_peers, listing
+from flamia.audit.peers import Axes, Options, Peer, choose
+
+ONE = {"grouped": (True,), "dtype": (torch.bfloat16,)}
+KNOWN = {peer.name: peer for peer in peers()}
+
+
+def peer_of(fn, name="toy", build=None, **axes):
+    """A peer with few options, so that a test takes a second."""
+    given = {"packing": ("packed",), "causal": (True,), "windowed": (False,)} | ONE | axes
+    return Peer(name, "", lambda: (build or named(fn, names_of(fn)), Axes(**given)))
+
+
+def narrowed(name, **axes):
+    """A peer of the list under fewer options."""
+    call, _ = KNOWN[name].build()
+    given = {"causal": (True,), "windowed": (False,)} | ONE | axes
+    return Peer(name, "", lambda: (call, Axes(**given)), promises=KNOWN[name].promises)
+
+
+def swept(*peers, **options):
+    return audit_peers(peers, effort="spot", head_dim=16, **options)
+
+
+def verdicts(result):
+    return {str(row.options): row.verdict for row in result.rows}
+
+
+def exact(q, k, v, cu, causal, window):
+    options = Options(causal=causal, windowed=window is not None)
+    return attend(q, k, v, cu, seen=allowed(len(q), cu, options.reach, q.device))
+
+
+# ------------------------------------------------------------------------------------------------------ what is swept
+
+
+def test_the_product_is_swept_and_the_ordinary_call_comes_first():
+    every = Axes(lse=(False, True), deterministic=(False, True)).combinations()
+    assert len(every) == len(set(every)) == 2 * 2 * 2 * 2 * 2 * 2 * 3
+    assert (
+        str(every[0]) == "packed causal GQA bf16" and str(every[-1]) == "batched full window MHA LSE deterministic fp32"
+    )
+    assert {o.window for o in every} == {None, (40, 0), (40, 24)} and {o.heads for o in every} == {(4, 2), (2, 2)}
+
+
+def test_a_mask_that_is_lost_with_the_lse_is_found():
+    def losing(q, k, v, cu_seqlens, *, causal=True, return_lse=False):
+        out = attend(q, k, v, cu_seqlens, causal=causal and not return_lse)
+        return (out, None) if return_lse else out
+
+    result = swept(peer_of(losing, causal=(True, False), lse=(False, True)))
+    assert result.verdict == "leak" and result.exit_code == 1
+    assert [name for name, verdict in verdicts(result).items() if verdict == "leak"] == ["packed causal GQA LSE bf16"]
+    assert sum(v == "clean" for v in verdicts(result).values()) == 3
+    assert any(line[2] == "leak" and line[3].startswith("prefix O dQ (up to ") for line in result.summary())
+
+
+def test_a_packing_that_is_dropped_under_a_window_is_found():
+    def dropping(q, k, v, cu_seqlens, *, window=None):
+        one = torch.tensor([0, len(q)], dtype=torch.int32)
+        return exact(q, k, v, one if window[0] is not None else cu_seqlens, True, None)
+
+    result = swept(peer_of(dropping, windowed=(False, True)))
+    assert verdicts(result) == {"packed causal GQA bf16": "clean", "packed causal window GQA bf16": "leak"}
+    assert result.rows[1].report.statuses["document"] == "leak"
+
+
+def test_a_window_that_is_not_applied_is_found():
+    """It keeps prefix and documents; the mask contract counts as soon as a window is asked for."""
+
+    def ignoring(q, k, v, cu_seqlens, *, causal=True, window=None):
+        return attend(q, k, v, cu_seqlens, causal=causal)
+
+    result = swept(peer_of(ignoring, windowed=(False, True), causal=(True,)))
+    lost = result.rows[1]
+    assert (
+        lost.verdict == "leak" and lost.report.statuses["prefix"] == "clean" and lost.report.statuses["mask"] == "leak"
+    )
+    assert result.rows[0].verdict == "clean"
+
+
+# ------------------------------------------------------------------------------------------------- what is not judged
+
+
+def test_refusals_are_listed_in_their_own_words_and_spoil_nothing():
+    def proud(q, k, v, cu_seqlens, *, window=None):
+        if window[0] is not None:
+            raise NotImplementedError("windows are for buildings")
+        return attend(q, k, v, cu_seqlens)
+
+    result = swept(peer_of(proud, windowed=(False, True)))
+    assert result.verdict == "clean" and [row.verdict for row in result.rows] == ["clean", "refused"]
+    assert result.rows[1].refused == "NotImplementedError: windows are for buildings"
+    assert any("windows are for buildings" in line[3] for line in result.summary())
+
+
+def test_a_stranger_may_raise_anything():
+    def rude(q, k, v, cu_seqlens):
+        raise KeyError("sm_90")
+
+    result = swept(peer_of(rude))
+    assert result.rows[0].refused == "KeyError: 'sm_90'" and result.exit_code == 2  # nothing could run
+
+
+def test_where_gradients_are_refused_o_is_audited_alone():
+    def forward_only(q, k, v, cu_seqlens):
+        if q.requires_grad:
+            raise RuntimeError("inference only")
+        return attend(q, k, v, cu_seqlens)
+
+    result = swept(peer_of(forward_only))
+    assert result.rows[0].verdict == "clean" and result.rows[0].gradients == "RuntimeError: inference only"
+    assert {tensor for _, tensor, _ in result.rows[0].report.tried} == {"O"}
+    assert any("inference only" in note for note in result.notes())
+
+
+def test_an_attention_that_computes_something_else_is_never_clean():
+    def nothing(q, k, v, cu_seqlens):
+        return (q + k.mean() * 0 + v.mean() * 0) * 0
+
+    result = swept(peer_of(nothing))
+    assert result.rows[0].report.verdict == "clean" and result.rows[0].error == pytest.approx(1.0)
+    assert result.verdict == "undecided" and "not the attention asked for" in result.summary()[0][3]
+
+
+def test_time_is_bounded_and_what_did_not_fit_is_named():
+    result = swept(peer_of(lambda q, k, v, cu: attend(q, k, v, cu), causal=(True, False)), seconds=0.0)
+    assert [row.verdict for row in result.rows][1:] == ["not run"] and result.exit_code == 2
+    assert any(line[2] == "not run" for line in result.summary())
+
+
+def test_peers_that_cannot_be_had_say_why():
+    absent = Peer("absent", "", by_name("no_such_package_here", "f", None), "no-such-package-here")
+    result = swept(absent)
+    assert result.exit_code == 2 and result.missing == {
+        "absent": "ModuleNotFoundError: No module named 'no_such_package_here'"
+    }
+    assert "not available here" in str(result)
+
+
+# ------------------------------------------------------------------------------------------------------- how it calls
+
+
+def recorded(fn):
+    """A function with the signature of ``fn`` that keeps its keyword arguments and returns q."""
+
+    def call(*args, **given):
+        call.given = given
+        return args[0]
+
+    call.__signature__ = inspect.signature(fn)
+    return call
+
+
+def flash2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, window_size=(-1, -1),
+    deterministic=False, return_attn_probs=False,
+): ...  # fmt: skip
+def flash4(
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, causal=False,
+    window_size=(None, None), return_lse=False,
+): ...  # fmt: skip
+def varlen(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, window_size=(-1, -1), enable_gqa=False
+): ...  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fn,options,expected",
+    [
+        (flash2, {"deterministic": True, "lse": True},
+         {"causal": True, "deterministic": True, "return_attn_probs": True}),
+        (flash2, {"causal": False, "windowed": True}, {"causal": False, "window_size": (40, 24)}),
+        (flash4, {"windowed": True, "lse": True}, {"causal": True, "window_size": (40, 0), "return_lse": True}),
+        (varlen, {}, {"window_size": (-1, 0), "enable_gqa": True}),
+        (varlen, {"causal": False, "grouped": False}, {}),
+        (varlen, {"causal": False, "windowed": True}, {"window_size": (40, 24), "enable_gqa": True}),
+    ],
+)  # fmt: skip
+def test_signatures_are_filled_by_name(fn, options, expected):
+    q, cu = torch.zeros(9, 4, 8), torch.tensor([0, 2, 2, 9], dtype=torch.int32)
+    call = recorded(fn)
+    named(call, names_of(call))(q, q, q, cu, Options(**options))
+    cus = {name: x for name, x in call.given.items() if name.startswith("cu_")}
+    assert len(cus) == 2 and all(torch.equal(x, cu) for x in cus.values())
+    assert {x for name, x in call.given.items() if name.startswith("max_")} == {7}
+    rest = {name: x for name, x in call.given.items() if not name.startswith(("cu_", "max_"))}
+    assert rest == expected
+
+
+def test_a_function_of_yours_is_swept_as_far_as_its_signature_goes():
+    def plain(q, k, v, cu):
+        return attend(q, k, v, cu, causal=False)
+
+    _, axes = function("m:f", plain, causal=False).find()
+    assert {o.causal for o in axes.combinations()} == {False} and len(axes.combinations()) == 6
+    result = swept(peer_of(plain, causal=(False,)))
+    assert result.verdict == "clean" and "prefix" not in result.rows[0].report.claims
+
+
+def test_what_is_asked_and_not_named_is_refused():
+    call = named(flash4, names_of(flash4))
+    with pytest.raises(NotImplementedError, match="no parameter for determinism"):
+        call(*[torch.zeros(3, 4, 8)] * 3, torch.tensor([0, 3]), Options(deterministic=True))
+
+
+# ----------------------------------------------------------------------------------------------------- torch, and ours
+
+
+@pytest.mark.parametrize("name", ["sdpa:math", "sdpa:flash"])
+def test_torch_attention_is_never_accused(name):
+    result = swept(narrowed(name, packing=("batched", "loop", "mask"), windowed=(False, True)))
+    assert {row.verdict for row in result.rows} <= {"clean", "undecided"} and len(result.rows) == 6
+    for row in result.rows:
+        assert row.error < 0.02
+        counted = [f for f in row.report.findings if f.contract in row.report.claims]
+        assert {f.kind for f in counted} <= {"order"} and {f.contract for f in counted} <= {"truncate", "offset"}
+
+
+def test_flex_has_no_gradients_on_a_cpu():
+    result = swept(narrowed("flex:eager", packing=("mask",), lse=(True,)))
+    assert {row.verdict for row in result.rows} <= {"clean", "undecided"}
+    assert all("does not support backward on CPU" in row.gradients and row.error < 0.02 for row in result.rows)
+
+
+def test_backends_that_are_not_here_refuse_in_their_own_words():
+    result = swept(narrowed("sdpa:cudnn", packing=("batched",)), narrowed("varlen", packing=("packed",)))
+    assert [row.verdict for row in result.rows] == ["refused", "refused"] and result.exit_code == 2
+    assert "No viable backend" in result.rows[0].refused
+    assert "_flash_attention_forward" in result.rows[1].refused
+
+
+def test_our_own_recipes_are_held_to_what_they_promise():
+    strict, fast = narrowed("flamia:mxfp8/strict", packing=("packed",), lse=(True,)), load("flamia:mxfp8/fast")
+    result = swept(strict)
+    assert result.verdict == "clean" and len(result.rows) == 1
+    assert all({"mask", "nonfinite", "prefix"} <= row.report.claims for row in result.rows)
+    assert "prefix" not in fast.claims(Options()) and "document" in fast.claims(Options())
+
+
+# ------------------------------------------------------------------- adapters that need a GPU, against stand-ins of them
+
+
+def module(monkeypatch, name, **contents):
+    parts = name.split(".")
+    for n in range(1, len(parts)):
+        above = ".".join(parts[:n])
+        if above not in sys.modules:
+            monkeypatch.setitem(sys.modules, above, types.ModuleType(above))
+    made = types.ModuleType(name)
+    vars(made).update(contents)
+    monkeypatch.setitem(sys.modules, name, made)
+
+
+def test_the_transformer_engine_adapter_speaks_its_language(monkeypatch):
+    """Against a stand-in with the public signature: that the lines run, not that the library does."""
+
+    class DotProductAttention(torch.nn.Module):
+        def __init__(self, heads, dim, *, num_gqa_groups, attention_dropout, attn_mask_type, qkv_format, window_size):
+            super().__init__()
+            self.mask, self.format, self.window = attn_mask_type, qkv_format, window_size
+            assert (heads, num_gqa_groups, dim, attention_dropout) == (4, 2, 16, 0.0)
+
+        def forward(self, q, k, v, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None):
+            assert inside == ["MXFP8"] and self.format == ("bshd" if cu_seqlens_q is None else "thd")
+            assert self.mask == ("causal" if cu_seqlens_q is None else "padding_causal") and self.window == (-1, 0)
+            if cu_seqlens_q is None:
+                cu = torch.tensor([0, q.shape[1]])
+                return torch.stack([attend(q[b], k[b], v[b], cu) for b in range(len(q))]).flatten(2)
+            return attend(q, k, v, cu_seqlens_q).flatten(1)
+
+    class Autocast:
+        def __init__(self, enabled, recipe):
+            self.recipe = recipe
+
+        def __enter__(self):
+            inside.append(self.recipe)
+
+        def __exit__(self, *error):
+            inside.pop()
+
+    inside = []
+    module(monkeypatch, "transformer_engine.pytorch", DotProductAttention=DotProductAttention, autocast=Autocast)
+    module(
+        monkeypatch, "transformer_engine.common.recipe", MXFP8BlockScaling=lambda fp8_dpa: "MXFP8" if fp8_dpa else ""
+    )
+    result = swept(narrowed("te:mxfp8", packing=("packed", "batched")))
+    assert verdicts(result) == {"packed causal GQA bf16": "clean", "batched causal GQA bf16": "clean"}
+
+
+def test_the_torchao_adapter_patches_nothing_itself(monkeypatch):
+    applied = []
+    module(
+        monkeypatch, "torchao.prototype.attention.api", apply_low_precision_attention=lambda m: applied.append(m) or m
+    )
+    result = swept(narrowed("torchao", packing=("loop",)))
+    assert len(applied) == 1 and result.rows[0].verdict in ("clean", "undecided") and result.rows[0].error < 0.02
+
+
+def test_adapters_that_nobody_ran_say_so():
+    for name in ("flash:2", "flash:3", "flash:4", "cudnn:fp8", "te:mxfp8", "te:current", "te:delayed", "torchao"):
+        assert KNOWN[name].caution.startswith("never run")
+    for name in ("sdpa:flash", "sdpa:math", "flex:eager", "flamia:mxfp8/strict"):
+        assert not KNOWN[name].caution
+
+
+# ------------------------------------------------------------------------------------------------ names, table, command
+
+
+def test_choosing_by_name_family_and_function():
+    def fine(q, k, v, cu): ...
+
+    found = choose(["sdpa", "flamia:nvfp4/fold"], KNOWN.values(), lambda text: load(text, find=lambda _: fine))
+    assert {p.name.partition(":")[0] for p in found[:-1]} == {"sdpa"} and found[-1].name == "flamia:nvfp4/fold"
+    assert "flex:compiled" not in {p.name for p in choose(["all", "flex"], KNOWN.values(), load)}
+    assert choose(["flex:compiled"], KNOWN.values(), load)[0].name == "flex:compiled"
+    assert choose(["m:f"], KNOWN.values(), lambda text: load(text, find=lambda _: fine))[0].name == "m:f"
+    with pytest.raises(ValueError, match=r"Families are cudnn, .*sdpa.*list-targets"):
+        choose(["sdpaa"], KNOWN.values(), load)
+    with pytest.raises(ValueError, match="list-targets"):
+        choose(["sdpa:flashy"], KNOWN.values(), load)
+
+
+def test_listing_says_what_is_swept_or_why_not():
+    lines = {
+        line["name"]: line for line in listing([KNOWN["sdpa:flash"], Peer("no", "", by_name("no_such", "f", None))])
+    }
+    assert lines["sdpa:flash"]["asked"].endswith("bf16|fp16|fp32: 144 sets") and lines["sdpa:flash"]["available"]
+    assert lines["no"]["reason"] == "ModuleNotFoundError: No module named 'no_such'" and lines["no"]["asked"] is None
+
+
+def test_table_and_json(tmp_path):
+    def losing(q, k, v, cu_seqlens, *, causal=True, return_lse=False):
+        return attend(q, k, v, cu_seqlens, causal=causal and not return_lse)
+
+    result = swept(peer_of(losing, lse=(False, True)), Peer("no", "", by_name("no_such", "f", None)))
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(result)
+    shown = console.export_text()
+    assert "packed causal GQA LSE bf16" in shown and "prefix O dQ" in shown and "No module named 'no_such'" in shown
+    got = json.loads(result.to_json(tmp_path / "r.json"))
+    assert (got["verdict"], got["exit_code"]) == ("leak", 1) and (tmp_path / "r.json").read_text().startswith("{")
+    assert [t["available"] for t in got["targets"]] == [True, False] and got["targets"][0]["verdicts"]["leak"] == 1
+    assert [r["verdict"] for r in got["rows"]] == ["clean", "leak"] and got["rows"][1]["report"]["schema"] == 1
+    assert result.to_html().count("<h2>") == 2
+
+
+def test_the_documents_of_a_mask():
+    cu = torch.tensor([0, 2, 2, 5])
+    seen = allowed(5, cu, (1, 0), torch.device("cpu"))
+    rows = [[j for j in range(5) if seen[i, j]] for i in range(5)]
+    assert rows == [[0], [0, 1], [2], [2, 3], [3, 4]]
+    whole = allowed(5, None, (None, None), torch.device("cpu"))
+    assert bool(whole.all())
