@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint gpu-test bench clean
+.PHONY: install demo test compile-oldest lint gpu-test bench clean
 
 install: $(INSTALLED)
 
@@ -17,8 +17,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/flamia demo --out out
 
-test: install lint
+test: install lint compile-oldest
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+# The kernels, compiled for sm_90a with the oldest Triton that is supported (the suite does it with the newest).
+compile-oldest: install
+	test -d $(VENV)/triton-3.6.0 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)/triton-3.6.0 triton==3.6.0
+	PYTHONPATH=$(VENV)/triton-3.6.0 $(BIN)/python -m pytest tests/hopper
 
 lint: install
 	$(BIN)/ruff check src tests
