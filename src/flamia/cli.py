@@ -7,11 +7,9 @@ its traceback. ``flamia audit`` answers with its exit code: 0 clean, 1 leak, 2 c
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -264,6 +262,14 @@ def audit(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     kv_heads: Annotated[int, typer.Option(min=1)] = 2,
     head_dim: Annotated[int, typer.Option(min=1, max=256)] = 32,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option("--target", help='Other attentions with all their options: "sdpa", "all", m:f; may be repeated.'),
+    ] = None,
+    list_targets: Annotated[
+        bool, typer.Option("--list-targets", help="What --target knows, and what is here.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=0, help="Time for each --target.")] = 600.0,
     model: Annotated[
         str | None, typer.Option(help="module:factory that builds a causal language model, tokens -> logits.")
     ] = None,
@@ -278,14 +284,28 @@ def audit(
     as_json: JsonFlag = False,
 ) -> None:
     """Can an attention, or a model, see the future or other documents? Exit code 0 clean, 1 leak, 2 could not judge."""
-    from flamia.audit import ModelReport, RecipeAudit, Report, audit_callable, audit_model, audit_recipes
+    from flamia.audit import ModelReport, RecipeAudit, Report, audit_callable, audit_model, audit_recipes, peer_modules
+    from flamia.audit.loading import load_function
+    from flamia.audit.peer_report import PeerAudit, listing, listing_table
 
     set_threads(threads)
     check_device(device)
-    if sum(map(bool, (target, recipe, model))) > 1 or (model and html):
-        raise typer.BadParameter("give one of module:function, --recipe, and --model (which has no --html page)")
-    report: Report | RecipeAudit | ModelReport
-    if model is not None:
+    if sum(map(bool, (target, recipe, model, peer))) > 1 or (model and html):
+        raise typer.BadParameter(
+            "give one of module:function, --recipe, --target and --model (which has no --html page)"
+        )
+    report: Report | RecipeAudit | ModelReport | PeerAudit
+    if list_targets:
+        known = peer_modules.peers()
+        emit(listing(known)) if as_json else print_wide(listing_table(known))
+        raise typer.Exit()
+    if peer:
+        with Progress() as progress:
+            report = peer_modules.sweep(
+                peer, load_function, layout=layout, causal=causal, effort=effort or "brief", seconds=seconds, seed=seed,
+                device=device, progress=progress.lane("audit").update,
+            )  # fmt: skip
+    elif model is not None:
         built = load_function(model)()
         report = audit_model(
             built.to(device) if hasattr(built, "to") else built, claims=claim or None, effort=effort or "quick",
@@ -312,29 +332,6 @@ def audit(
     else:
         print_wide(report)
     raise typer.Exit(report.exit_code)
-
-
-def load_function(target: str) -> Callable[..., Any]:
-    """The object that "module:name" means; modules in the current folder are found too."""
-    module, colon, name = target.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"target = {target!r}: write it as module:function, for example mypackage.attention:forward")
-    if module.endswith(".py"):
-        raise ValueError(f"target = {target!r}: a module, not a file: write {module[:-3].replace('/', '.')}:{name}")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"target = {target!r}: there is no module {error.name!r} here") from None
-    finally:
-        sys.path.pop(0)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"target = {target!r}: {module} has no {name!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"target = {target!r}: {name} is a {type(found).__name__}, which cannot be called")
-    return found
 
 
 @app.command()

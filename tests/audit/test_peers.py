@@ -360,6 +360,43 @@ def test_table_and_json(tmp_path):
     assert result.to_html().count("<h2>") == 2
 
 
+@pytest.fixture
+def flamia(monkeypatch, capsys, tmp_path):
+    """``flamia audit ARGUMENTS`` in this process, in a folder with a module of its own: (exit code, out, err)."""
+    pytest.importorskip("typer")
+    from flamia import cli
+
+    (tmp_path / "mine.py").write_text(
+        "from flamia.audit.controls import attend\n"
+        "def losing(q, k, v, cu_seqlens, *, return_lse=False):\n"
+        "    return attend(q, k, v, cu_seqlens, causal=not return_lse)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["flamia", "audit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    return run
+
+
+def test_command(flamia):
+    code, out, _ = flamia("--list-targets", "--json")
+    listed = {line["name"]: line for line in json.loads(out)}
+    assert code == 0 and listed["sdpa:math"]["available"] and "never run" in listed["te:mxfp8"]["caution"]
+    code, out, _ = flamia("--target", "mine:losing", "--effort", "spot", "--json")
+    got = json.loads(out)
+    assert code == 1 and {r["verdict"] for r in got["rows"]} >= {"clean", "leak"}
+    assert {r["options"]["lse"] for r in got["rows"] if r["verdict"] == "leak"} == {True}
+    code, _, err = flamia("--target", "nothing")
+    assert code == 2 and "neither a target nor a family" in err and "Traceback" not in err
+    code, _, err = flamia("--target", "mine:missing")
+    assert code == 2 and "has no 'missing'" in err
+
+
 def test_the_documents_of_a_mask():
     cu = torch.tensor([0, 2, 2, 5])
     seen = allowed(5, cu, (1, 0), torch.device("cpu"))

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .peer_calls import HALVES, NEVER, by_name, flex, function, interpreted, parts, sdpa
-from .peers import Axes, Call, Options, Peer
+from .peer_report import PeerAudit, audit_peers
+from .peers import Axes, Call, Options, Peer, choose
 
 
 def torchao() -> tuple[Call, Axes]:
@@ -191,3 +192,10 @@ def load(text: str, layout: str = "packed", causal: bool = True, find: Callable[
     if find is None:
         raise ValueError(f"target = {text!r}: no such target; see flamia audit --list-targets")
     return function(text, find(text), layout, causal)
+
+
+def sweep(
+    targets: list[str], find: Callable[[str], Any], *, layout: str = "packed", causal: bool = True, **options: Any
+) -> PeerAudit:
+    """Audit targets by name, by family, "all", or as ``module:function``; ``options`` are those of ``audit_peers``."""
+    return audit_peers(choose(targets, peers(), lambda text: load(text, layout, causal, find)), **options)

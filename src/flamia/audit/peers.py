@@ -109,7 +109,7 @@ class Axes:
         names = [f.name for f in fields(self)]
         values = [getattr(self, name) for name in names]
         indexed = itertools.product(*(range(len(v)) for v in values))
-        ordered = sorted(indexed, key=lambda i: (sum(map(bool, i[1:-1])), i))
+        ordered = sorted(indexed, key=lambda i: (sum(map(bool, i)), i))
         return [Options(**{n: v[k] for n, v, k in zip(names, values, i)}) for i in ordered]
 
 
@@ -279,6 +279,8 @@ def audit_peer(
             yield replace(row, refused=f"raised under audit: {own_words(error)}")
             continue
         yield replace(row, report=report)
+    if progress:
+        progress(len(combinations), len(combinations), peer.name)
 
 
 def lesser(effort: str) -> str:
