@@ -1,6 +1,7 @@
 """The helper for test suites, and the pytest plugin: loaded everywhere, so it must be light and must never be in the way."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,15 @@ def test_the_plugin_is_registered():
     # The entry point has the module's own name, so that naming it with -p as well does not register it twice.
     assert '[project.entry-points.pytest11]\nflamia_pytest = "flamia_pytest"' in project
     assert 'py-modules = ["flamia_pytest"]' in project and callable(flamia_pytest.Isolated())
+
+
+def test_the_workflow_is_yaml_and_its_commands_exist():
+    yaml, typer = pytest.importorskip("yaml"), pytest.importorskip("typer")
+    from flamia.cli import app
+
+    steps = yaml.safe_load((ROOT / "examples" / "github-actions.yml").read_text())["jobs"]["audit"]["steps"]
+    lines = [line for step in steps for line in step.get("run", "").splitlines() if line.startswith("flamia ")]
+    assert len(lines) == 2
+    for line in lines:
+        command, *arguments = shlex.split(line.partition(" > ")[0])[1:]
+        typer.main.get_command(app).commands[command].make_context(command, arguments)  # refuses unknown options
