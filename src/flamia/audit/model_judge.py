@@ -136,8 +136,10 @@ class ModelJudge:
         return True
 
     def repeat(self, text: str) -> None:
-        again = self.target.logits(self.tokens)
-        if self.compare("repeat", "tokens", text, self.base, again):
+        self._steady(text, self.base, self.target.logits(self.tokens))
+
+    def _steady(self, text: str, x: Tensor, y: Tensor) -> None:
+        if self.compare("repeat", "tokens", text, x, y):
             self.stable = False
             self.floor = max(self.floor, self.findings[-1].largest)
 
@@ -250,9 +252,14 @@ class ModelJudge:
         """Last word on kinds: what repeats at the end have shown, and rounding as an excuse only if contents move
         nothing.
         """
-        if self.stable and any(f.kind == "leak" for f in self.findings):
-            for _ in range(3):  # before anybody is accused
-                self.repeat("the same call once more")
+        for probe in self.probes[:3]:  # before anybody is accused, both calls are made again
+            self.repeat("the same call once more")
+            try:
+                with probe.hooks(self.target.module):
+                    once, again = (self.target.logits(probe.tokens) for _ in range(2))
+            except Refused:
+                continue
+            self._steady("the same call once more", once, again)
         content = any(f.kind == "leak" and f.contract not in SHAPES for f in self.findings)
         for n, f in enumerate(self.findings):
             if not self.stable and f.kind == "leak" and f.largest <= ABOVE_NOISE * self.floor:
