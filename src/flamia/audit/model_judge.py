@@ -53,13 +53,14 @@ class Probe:
     names: tuple[str, ...] = ()
     factor: float = 1.0
     stop: int | None = None
+    given: bool = False  # disturb what the modules are given, not what they give
 
     def hooks(self, module: nn.Module | None) -> ExitStack:
         stack = ExitStack()
         if self.names and module is not None:
             batch, length = self.tokens.shape
             change = times(self.factor, batch, length, self.row, self.cut, self.stop or length)
-            stack.enter_context(altered(module, self.names, change))
+            stack.enter_context(altered(module, self.names, change, self.given))
         return stack
 
 

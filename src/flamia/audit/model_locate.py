@@ -10,12 +10,13 @@ at a time, read as in ``diagnose``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
 from .diagnose import Map, positions_for, read_groups
 from .model_judge import ModelJudge, Probe
+from .probes import GROUPS
 from .targets import Refused
 from .trace import Move, Trace, first_moves
 
@@ -44,6 +45,11 @@ class Looker:
             self.judge.target.logits(tokens)
         return trace
 
+    @property
+    def first(self) -> Trace:
+        """Any undisturbed trace: which modules were called."""
+        return next(iter(self._base.values()))
+
     def look(self, probe: Probe) -> tuple[Move | None, Move | None, int]:
         """First module to show it, first to cause it, and when that one completed."""
         cut = probe.cut or self.judge.tokens.shape[1]
@@ -58,8 +64,11 @@ class Looker:
         return shown, origin, order.index(found.module) if found else len(order)
 
     def at(self, origin: str, name: str, cut: int, stop: int | None = None) -> Move | None:
-        """What ``origin`` does when the output of module ``name`` alone is disturbed, if the leak enters there."""
+        """What ``origin`` does when the output of module ``name`` alone is disturbed, or its own input if that is its
+        name; None if no leak enters there.
+        """
         probe = self.judge.spiked(name.rpartition(".")[2], [name], cut, stop=stop)
+        probe = replace(probe, given=name == origin)
         try:
             found = self.look(probe)[1]
         except Refused:
@@ -104,7 +113,7 @@ def locate(judge: ModelJudge) -> Location:
     out.sentences.append(said)
     cut = next((p.cut for p in judge.probes if p.cut), judge.tokens.shape[1] // 2)
     _carriers(looker, origin, cut, out)
-    if out.carriers:
+    if origin.module:
         _affected(looker, origin, cut, out)
         _groups(looker, origin, out)
     return out
@@ -128,15 +137,17 @@ def _carriers(looker: Looker, origin: Move, cut: int, out: Location) -> None:
 
 
 def _affected(looker: Looker, origin: Move, cut: int, out: Location) -> None:
-    """Modules of the origin's class that leak when their own child is disturbed."""
+    """Modules of the origin's class that leak when their own child, or without one their input, is disturbed."""
     module = looker.module
     kind = type(module.get_submodule(origin.module))
-    leaves = {n for names in looker.judge.groups.values() for n in names}
-    children = [c.removeprefix(origin.module) for c in out.carriers]
-    alike = [n for n, m in module.named_modules() if type(m) is kind and n + children[0] in leaves]
+    children = [c.removeprefix(origin.module) for c in out.carriers] or [""]
+    there = {e.module for e in looker.first.events}
+    alike = [n for n, m in module.named_modules() if type(m) is kind and n + children[0] in there]
+    if len(alike) > MOST:
+        out.sentences.append(f"{len(alike)} modules of this class were not looked into one by one")
     if not 1 < len(alike) <= MOST:
         return
-    out.affected = [n for n in alike if any(n + c in leaves and looker.at(n, n + c, cut) for c in children)]
+    out.affected = [n for n in alike if any(n + c in there and looker.at(n, n + c, cut) for c in children)]
     if len(out.affected) == len(alike):
         out.sentences.append(f"all {len(alike)} {origin.kind} modules leak")
     else:
@@ -147,15 +158,20 @@ def _affected(looker: Looker, origin: Move, cut: int, out: Location) -> None:
 def _groups(looker: Looker, origin: Move, out: Location) -> None:
     """Disturb one position of the first carrier at a time; the first row that each moves tells the group."""
     length = looker.judge.tokens.shape[1]
+    carrier = out.carriers[0] if out.carriers else origin.module
     columns, elsewhere = {}, {}
     for j in positions_for(length, False):
-        found = looker.at(origin.module, out.carriers[0], j, j + 1)
+        found = looker.at(origin.module, carrier, j, j + 1)
         columns[j] = found.positions if found else ()
         elsewhere[j] = found.elsewhere if found else 0
+    firsts = {j: moved[0] for j, moved in columns.items() if moved}
+    if len(firsts) == 1:
+        out.sentences.append(f"of the {len(columns)} positions tried, {next(iter(firsts))} alone moves earlier ones")
+    if len(firsts) < 2:
+        return
     start = looker.judge.watched * length
-    carried = Map("O", "v", "spike", "plain", length, start, columns, elsewhere)
-    reach, group, alignment, more = read_groups(carried)
-    if reach == "group":
+    reach, group, alignment, more = read_groups(Map("O", "v", "spike", "plain", length, start, columns, elsewhere))
+    if reach == "group" and (group in GROUPS or len(set(firsts.values())) > 2):  # odd sizes fit by chance
         out.group = group
         origin_of = "the flattened batch" if alignment == "address" else "the sequence"
         out.sentences.append(
@@ -164,8 +180,6 @@ def _groups(looker: Looker, origin: Move, out: Location) -> None:
         )
     elif reach == "lookahead":
         out.sentences.append(f"rows read {group} position{'s' if group != 1 else ''} ahead")
-    elif reach is not None:
-        out.sentences.append(
-            "every later position moves rows from the first on: shared by the whole "
-            + ("call" if reach == "call" else "sequence")
-        )
+    elif reach in ("document", "call"):
+        whole = "call" if reach == "call" else "sequence"
+        out.sentences.append(f"every later position moves rows from the first on: shared by the whole {whole}")

@@ -164,15 +164,28 @@ def first_moves(base: Trace, changed: Trace, row: int, cut: int) -> tuple[Move |
 
 
 @contextmanager
-def altered(model: nn.Module, names: Sequence[str], change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Pass the tensors that the named modules give through ``change``; None leaves them as they are."""
+def altered(
+    model: nn.Module, names: Sequence[str], change: Callable[[Tensor], Tensor | None], given: bool = False
+) -> Iterator[None]:
+    """Pass the tensors that the named modules give (or are given) through ``change``; None leaves them as they are."""
+
+    def changed(x: Any) -> Any:
+        new = change(x) if isinstance(x, Tensor) and x.is_floating_point() else None
+        return x if new is None else new
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tuple(changed(x) for x in args), {name: changed(x) for name, x in kwargs.items()}
+
+    def after(module: nn.Module, args: Any, out: Any) -> Any:
+        return changed(out)
+
     with ExitStack() as stack:
         for name in names:
-
-            def hook(module: nn.Module, args: Any, out: Any) -> Any:
-                return change(out) if isinstance(out, Tensor) and out.is_floating_point() else None
-
-            stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+            module = model.get_submodule(name)
+            if given:
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            else:
+                stack.callback(module.register_forward_hook(after).remove)
         yield
 
 
