@@ -17,6 +17,7 @@ from audit.small_models import (
 )
 from torch import nn
 
+import flamia
 from flamia.audit import audit_model
 
 BRIEF = {"effort": "brief"}
@@ -278,3 +279,36 @@ def test_rounding_only_the_cache_is_skew_and_no_leak():
     assert report.verdict == "skew" and report.exit_code == 1 and report.status("prefix") == "clean"
     assert report.status("decode") == "skew" and report.worst("chunked").first >= 7
     assert "beyond rounding" in str(report)
+
+
+def test_16_bits_of_range_are_not_overrun():
+    report = audit_model(llama("eager", torch.float16), **BRIEF)
+    assert report.verdict == "clean" and report.target["dtype"] == "float16"
+    assert {"v_proj", "input_layernorm", "down_proj"} <= {o for c, o in report.tried if c == "prefix"}
+    assert not any("not tried" in s for s in report.blind_spots)
+
+    class Hot(Small):
+        def forward(self, tokens):
+            return self.head(super().forward(tokens).exp()[..., :WIDTH])
+
+    report = audit_model(Hot(None), **BRIEF)  # 2^12 overflows in the exponential; 2 does not
+    assert report.verdict == "clean" and report.tried["prefix", "embed"]
+
+
+@pytest.mark.parametrize("recipe,verdict", [("mxfp8/strict", "clean"), ("mxfp8/fast", "leak")])
+def test_our_own_recipes_in_a_hugging_face_model(recipe, verdict):
+    transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
+    from transformers.masking_utils import eager_mask
+
+    def attention(module, q, k, v, mask, scaling=None, **options):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flamia.attention(q, k, v, causal=True, softmax_scale=scaling, recipe=recipe), None
+
+    name = recipe.replace("/", "_")  # a slash means a kernel to be downloaded
+    transformers.AttentionInterface.register(name, attention)
+    transformers.AttentionMaskInterface.register(name, eager_mask)
+    model = llama(name, torch.bfloat16, layers=2)
+    report = audit_model(model, length=150, cuts=(7, 139), explain=False, **BRIEF)
+    assert report.verdict == verdict
+    if verdict == "leak":  # by scales alone: tokens, all about equally loud behind their norm, pass over it
+        assert {"v_proj", "q_proj"} <= {f.operand for f in report.findings if f.contract == "prefix"}

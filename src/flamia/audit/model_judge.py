@@ -78,8 +78,9 @@ class ModelJudge:
         self.floor, self.stable = 0.0, True
         self.rounding: float | None = None
         floats = [p.dtype for p in target.module.parameters() if p.is_floating_point()] if target.module else []
-        info = torch.finfo(max(floats or [self.base.dtype], key=lambda d: torch.finfo(d).eps))
-        self.dtype, self.eps = info.dtype, info.eps
+        self.dtype = max(floats or [self.base.dtype], key=lambda d: torch.finfo(d).eps)  # the coarsest there is
+        info = torch.finfo(self.dtype)
+        self.eps = info.eps
         # A sum of many terms in 32 bits: see judge.py.
         self.room = info.eps if info.bits <= 16 else 64 * info.eps
         self.groups: dict[str, list[str]] = {}
@@ -168,6 +169,10 @@ class ModelJudge:
         row, cut = probe.row, probe.cut
         if probe.names and not bool(out[row, cut:].isfinite().all()):
             # 0 * infinity crosses a mask in exact attention as well, so this would prove nothing.
+            if probe.factor > 2:
+                return self.run(
+                    replace(probe, factor=2.0, text=probe.text.replace(f"times {probe.factor:g}", "times 2"))
+                )
             self.refusals.setdefault(probe.text, "later logits were not finite any more")
             return False
         moved = False
