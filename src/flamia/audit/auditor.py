@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import controls, mass
-from .contract import CONTRACTS, DEFAULT_CLAIMS, resolve_claims, sides
+from .contract import CONTRACTS, DEFAULT_CLAIMS, IMPLIES, resolve_claims, sides
 from .diagnose import diagnose
 from .judge import Judge
 from .probes import NONFINITE, TONES, Book, Experiment, Settings, blunt_groups, experiments
@@ -25,13 +25,14 @@ from .report import ControlResult, Report
 from .targets import Refused, Target
 
 EFFORTS = ("spot", "brief", "quick", "normal", "thorough")
-_SHORT, _LONG = (13, 170, 0, 1, 33), (13, 300, 0, 1, 45)
+# More than eight documents from "quick" on: tables of documents have sizes, too.
+_SHORT, _LONG = (13, 170, 0, 1, 33), (13, 300, 0, 1, 45, 2, 3, 1, 17, 5, 9)
 LENGTHS: dict[str, tuple[int, ...]] = {
     "spot": _SHORT,
     "brief": _SHORT,
     "quick": _LONG,
     "normal": _LONG,
-    "thorough": (13, 300, 0, 1, 0, 77),
+    "thorough": (13, 300, 0, 1, 0, 77, 2, 3, 1, 17, 5, 9, 1, 1, 1, 4, 1, 2, 6),
 }
 CUTS: dict[str, tuple[int, ...]] = {
     "spot": (139,),
@@ -201,6 +202,7 @@ def audit_callable(
     lengths: Sequence[int] | None = None,
     name: str | None = None,
     explain: bool = True,
+    until: str | None = None,
 ) -> Report:
     """Audit any attention for isolation, knowing nothing of its inside.
 
@@ -221,12 +223,17 @@ def audit_callable(
         never "clean".
         lengths: the documents' lengths, for callables that take only some.
         explain: draw a dependency map where something leaks (some fifty more calls).
+        until: "leak" stops at the first leak that counts: a quick no, with the sums and controls left out.
 
     Returns a ``Report``; ``report.exit_code`` is 0, 1 or 2 for clean, leak and undecided. Raises ``ValueError``
     for arguments that make no sense, and when the callable takes none of the packings tried.
     """
     if not callable(fn):
         raise ValueError(f"fn must be a function to audit, got {fn!r}; names (module:function) go to the command line")
+    if until not in (None, "leak"):
+        raise ValueError(
+            f"until={until!r}: allowed are None (run everything) and 'leak' (stop at the first that counts)"
+        )
     start = time.perf_counter()
     claimed = resolve_claims(claims, causal)
     target = Target(fn, layout=layout, backward=backward, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
@@ -235,15 +242,27 @@ def audit_callable(
     judge = Judge(target, Book(settings, heads, head_dim))
 
     judge.repeat(settings.tones[: (1, 2, 3, 6, 6)[settings.depth]], "the same call again")
+    counts = {part for c in claimed for part in IMPLIES.get(c, (c,))}
+    stopped = False
     for e in _shown(experiments(judge.book), progress):
-        judge.run(e)
-    judge.repeat(settings.tones[: 1 if settings.depth < 2 else 2], "the same call after others")
+        found = judge.run(e)
+        stopped = until == "leak" and any(f.kind == "leak" and f.contract in counts for f in found)
+        if stopped:
+            break
+    else:
+        judge.repeat(settings.tones[: 1 if settings.depth < 2 else 2], "the same call after others")
+        if judge.keeps_state and settings.depth > 1:
+            judge.history()
     judge.settle()
-    masses = [mass.measure(target, n, reach[0], seed) for n in MASS_LENGTHS[effort]]
-    mass_status, mass_reasons = mass.verdict(masses)
+    masses = [] if stopped else [mass.measure(target, n, reach[0], seed) for n in MASS_LENGTHS[effort]]
+    mass_status, mass_reasons = ("untried", []) if stopped else mass.verdict(masses)
 
-    results = list(run_controls(control_settings(settings)))
+    results = [] if stopped else list(run_controls(control_settings(settings)))
+    if stopped:
+        spots.append("stopped at the first leak, as asked: later probes, the sums and the controls were not run")
     statuses = judge.statuses() | {"mass": mass_status}
+    if stopped:
+        statuses = {c: s if s == "leak" else "untried" for c, s in statuses.items()}
     statuses = {c: statuses[c] for c in CONTRACTS if causal or c not in ("prefix", "truncate")}
     report = Report(
         target={
@@ -268,6 +287,7 @@ def audit_callable(
         blind_spots=spots + _blind_spots(judge, settings, claims is None),
         notes=sorted(target.notes),
         doubts=_doubts(settings, results),
+        stopped=stopped,
     )
     if explain and any(f.kind == "leak" and f.contract != "nonfinite" for f in judge.findings):
         report.diagnosis = diagnose(judge, claimed, settings.depth > 2)

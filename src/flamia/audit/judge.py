@@ -14,6 +14,9 @@ Three rules decide what a difference means.
    difference is a leak of the length: a scale group or a statistic that ends where the buffer ends.
 3. *Unstable callable*: no bitwise verdict. The spread of repeated calls is the floor; a difference of more than
    eight times the floor is still reported as a leak, anything below as undecided.
+4. *What is found is found again.* Dice that fall once in a hundred calls pass the first repeats, and their spread is
+   wider than two calls show. So before a tensor is accused, both calls are made twice more, in turn: some row must
+   keep its calls of one kind eight times closer together than they are to those of the other kind.
 
 Sizes are relative to the row: ``largest`` is the greatest |change| / |row| over rows and heads (2 at most,
 infinite if NaN appears), ``overall`` the same ratio for all compared rows together.
@@ -24,12 +27,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from .contract import CONTRACTS, IMPLIES, TENSORS
-from .probes import NONFINITE, Book, Experiment
+from .probes import NONFINITE, Book, Check, Experiment
 from .targets import Inputs, Outputs, Refused, Target
 
 ABOVE_NOISE = 8.0
@@ -93,6 +97,13 @@ def change_size(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
     return size, total if math.isfinite(total) else math.inf
 
 
+def distance(x: Tensor, y: Tensor) -> Tensor:
+    """(rows, heads): |x - y|, 0 where NaN meets NaN and infinite where it meets anything else."""
+    x, y = x.double(), y.double()
+    delta = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, x - y)
+    return torch.nan_to_num(delta, math.inf).norm(dim=-1)
+
+
 def order_bound(inputs: Inputs, sees: Tensor, eps: float) -> Outputs:
     """(T,) per tensor: what reordering a sum may move, absolutely: eps times the largest terms of it."""
 
@@ -124,6 +135,7 @@ class Judge:
         self.floor: dict[str, float] = dict.fromkeys(TENSORS, 0.0)
         self.stable = True
         self.keeps_state = False  # repeats itself at once, but not after other calls
+        self._confirmed: set[tuple[str, str]] = set()  # (contract, tensor) of leaks that showed again
         self._base: dict[int, tuple[Inputs, Outputs]] = {}
         info = torch.finfo(target.dtype)
         self.eps = info.eps if info.bits == 16 else 64 * info.eps
@@ -141,26 +153,41 @@ class Judge:
         for tone in tones:
             inputs = self.book.base(tone)
             first, again = self.base(inputs), self.target.run(inputs)
-            for tensor, x in first.items():
+            for tensor in first:
                 self.tried["repeat", tensor, "layout"] += 1
-                found = self._compare(
-                    inputs,
-                    "repeat",
-                    tensor,
-                    x,
-                    again[tensor],
-                    torch.arange(len(x)),
-                    tone,
-                    "layout",
-                    what,
-                    self.book.settings.watched,
-                    None,
-                )
-                if found:
-                    self.stable = False
-                    self.keeps_state |= all(torch.equal(again[t], x) for t, x in self.target.run(inputs).items())
-                    self.floor[tensor] = max(self.floor[tensor], found.largest)
-                    self.findings.append(found)
+            if self._spread(inputs, first, again, tone, what):
+                self.keeps_state |= all(torch.equal(again[t], x) for t, x in self.target.run(inputs).items())
+
+    def _spread(self, inputs: Inputs, first: Outputs, again: Outputs, tone: str, what: str) -> bool:
+        """Two calls with the same inputs: whatever differs raises the floor."""
+        watched, some = self.book.settings.watched, False
+        for tensor, x in first.items():
+            rows = torch.arange(len(x))
+            found = self._compare(inputs, "repeat", tensor, x, again[tensor], rows, tone, "layout", what, watched, None)
+            if found:
+                self.stable, some = False, True
+                self.floor[tensor] = max(self.floor[tensor], found.largest)
+                self.findings.append(found)
+        return some
+
+    def history(self) -> None:
+        """Dice or memory? The same call after a quiet and a loud one, in an irregular order: if its bits follow the
+        call before every time, that call leaks into it.
+        """
+        quiet, inputs = self.book.base("plain"), self.book.base("values")
+        others = (quiet, self.book.disturbed("plain", "all", torch.arange(quiet.packing.total), "spike"))
+        runs: tuple[list[Outputs], list[Outputs]] = ([], [])
+        for n in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1):
+            self.target.run(others[n])
+            runs[n].append(self.target.run(inputs))
+        if any(bool(differs(x, again[t]).any()) for same in runs for again in same[1:] for t, x in same[0].items()):
+            return
+        for tensor, x in runs[0][0].items():
+            rows, watched = torch.arange(len(x)), self.book.settings.watched
+            y, what = runs[1][0][tensor], "the same call after another one"
+            found = self._compare(inputs, "repeat", tensor, x, y, rows, "values", "layout", what, watched, None)
+            if found:
+                self.findings.append(replace(found, kind="leak"))
 
     def run(self, e: Experiment) -> list[Finding]:
         """One experiment; the findings are recorded and returned."""
@@ -172,7 +199,8 @@ class Judge:
         except Refused as refusal:
             self.refusals.setdefault(e.disturbance if e.disturbance in NONFINITE else e.name, str(refusal))
             return []
-        found = []
+        found: list[Finding] = []
+        suspects: list[tuple[int, Check]] = []
         for check in e.checks:
             if check.tensor not in base:
                 continue
@@ -192,10 +220,44 @@ class Judge:
             )
             if finding:
                 found.append(finding)
+                if finding.kind == "leak" and (check.contract, check.tensor) not in self._confirmed:
+                    suspects.append((len(found) - 1, check))
+        if suspects:
+            self._confirm(e, base, changed, found, suspects)
         if len(e.moved):
             found += self._must_show_nan(e, changed["O"])
         self.findings += found
         return found
+
+    def _confirm(
+        self, e: Experiment, base: Outputs, changed: Outputs, found: list[Finding], suspects: list[tuple[int, Check]]
+    ) -> None:
+        """Rule 4: what does not show again becomes noise in ``found``."""
+        bases, others = [base], [changed]
+        try:
+            for _ in range(2):
+                bases.append(self.target.run(e.base))
+                others.append(self.target.run(e.changed))
+        except Refused as refusal:  # of a call that was taken before: there is no telling what it does
+            self.refusals.setdefault(e.name, str(refusal))
+        for inputs, runs in ((e.base, bases), (e.changed, others)):
+            for again in runs[1:]:
+                self._spread(inputs, runs[0], again, e.tone, "the same call again")
+        for n, check in suspects:
+            x = [run[check.tensor][check.rows] for run in bases]
+            y = [run[check.tensor][check.into] for run in others]
+            within = [distance(a, b) for runs in (x, y) for a, b in combinations(runs, 2)]
+            between = torch.stack([distance(a, b) for a in x for b in y]).amin(0)
+            spread = torch.stack(within).amax(0) if within else torch.full_like(between, math.inf)
+            if bool((between > ABOVE_NOISE * spread).any()) and self._above_floor(found[n]):
+                self._confirmed.add((check.contract, check.tensor))
+            else:
+                found[n] = replace(found[n], kind="noise")
+                self.stable = False
+                self.floor[check.tensor] = max(self.floor[check.tensor], found[n].largest)
+
+    def _above_floor(self, f: Finding) -> bool:
+        return self.stable or f.largest > ABOVE_NOISE * self.floor[f.tensor]
 
     def _must_show_nan(self, e: Experiment, out: Tensor) -> list[Finding]:
         self.tried["nonfinite", "O", e.operand] += 1
@@ -245,8 +307,6 @@ class Judge:
         kind = "leak"
         if contract == "repeat":
             kind = "noise"
-        elif not self.stable:
-            kind = "leak" if largest > ABOVE_NOISE * self.floor[tensor] else "noise"
         elif contract in ("truncate", "offset"):
             bound = order_bound(inputs, self.book.sees(inputs.packing), self.eps)[tensor][rows[moved]]
             delta = (x[moved].double() - y[moved].double()).norm(dim=-1)
@@ -254,6 +314,8 @@ class Judge:
                 x[moved].double().norm(dim=-1), y[moved].double().norm(dim=-1)
             )
             kind = "order" if bool((delta <= room).all()) else "leak"
+        if kind == "leak" and not self.stable and largest <= ABOVE_NOISE * self.floor[tensor]:
+            kind = "noise"
         hit = rows[moved]
         docs, positions = inputs.packing.document_of()[hit], inputs.packing.position_of()[hit]
         # Where the disturbed document itself moved, that is the interesting place.
@@ -286,9 +348,11 @@ class Judge:
         """
         content = {f.tensor for f in self.findings if f.kind == "leak" and f.contract in ("prefix", "document")}
         for n, f in enumerate(self.findings):
+            if f.contract == "repeat":
+                continue
             if f.kind == "order" and f.tensor in content and self.stable:
                 self.findings[n] = replace(f, kind="leak")
-            elif f.kind != "noise" and not self.stable and f.largest <= ABOVE_NOISE * self.floor[f.tensor]:
+            elif f.kind != "noise" and not self._above_floor(f):
                 self.findings[n] = replace(f, kind="noise")
 
     def status(self, contract: str) -> str:

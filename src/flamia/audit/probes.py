@@ -302,11 +302,15 @@ def _elsewhere(book: Book) -> Iterator[Experiment]:
     s = book.settings
     others = [d for d, n in enumerate(s.lengths) if n and d != s.watched]
     homes = {"k": "keys", "q": "queries", "v": "values", "do": "values", "all": "plain"}
+    # Every other document is disturbed; the first, the watched one's neighbour and the last one operand at a time.
+    near = {others[0], next((d for d in others if d > s.watched), others[-1]), others[-1]} if others else set()
     for d in others if s.depth > 1 else others[:1]:
-        for operand in ("all",) if s.depth == 0 else homes:
+        for operand in ("all",) if s.depth == 0 or d not in near else homes:
             yield book.change(homes[operand], operand, "spike", d, 0)
         if s.depth > 1:
             yield book.change("plain", "all", "redraw", d, 0)
+        if s.depth > 1 and s.lengths[d] > 1:  # short documents may take another path than long ones
+            yield book.change("plain", "all", "redraw", d, (s.lengths[d] + 1) // 2)
     for operand, tone in homes.items():
         if s.depth > 0 or operand != "all":
             for cut in s.cuts if len(s.cuts) < 3 else s.cuts[::2]:

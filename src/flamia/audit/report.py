@@ -64,6 +64,7 @@ class Report:
     diagnosis: Diagnosis | None = None
     calls: int = 0
     seconds: float = 0.0
+    stopped: bool = False  # at the first leak, as asked: what no leak was seen in is "untried", without a complaint
 
     @property
     def verdict(self) -> str:
@@ -87,7 +88,9 @@ class Report:
             if contract == "mass":
                 out += self.mass_reasons
             elif self.statuses[contract] == "untried":
-                out.append(f"{contract}: claimed, and could not be tried")
+                out += [] if self.stopped else [f"{contract}: claimed, and could not be tried"]
+            elif contract == "repeat" and worst is not None and worst.kind == "leak":
+                out.append(f"the call before decides bits of this one. {worst.text}")
             elif contract == "repeat" and worst is not None:
                 out.append(f"not repeatable: no bitwise verdict. {worst.text}")
             elif worst is None or worst.kind == "noise":
@@ -143,7 +146,8 @@ class Report:
         for m in self.masses:
             lines.append("  mass " + mass_text(m))
         caught = sum(c.caught for c in self.controls)
-        lines.append(f"  controls: {caught} of {len(self.controls)} as they must be")
+        if self.controls:
+            lines.append(f"  controls: {caught} of {len(self.controls)} as they must be")
         lines += [f"  ~ blind: {spot}" for spot in self.blind_spots] + [f"  ~ note: {note}" for note in self.notes]
         return "\n".join(lines)
 
