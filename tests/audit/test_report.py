@@ -37,7 +37,9 @@ def test_json_says_all_of_it(leak, tmp_path):
     assert set(got["statuses"]) == set(CONTRACTS) and got["statuses"]["prefix"] == "leak"
     cell = next(c for c in got["tried"] if (c["contract"], c["tensor"], c["operand"]) == ("prefix", "O", "v"))
     assert cell["moved"] > 0 and 0 < cell["largest"] <= 2
-    assert {f["first"] for f in got["findings"] if f["contract"] == "prefix" and f["tensor"] == "O" and f["cut"] == 7} == {0}
+    assert {
+        f["first"] for f in got["findings"] if f["contract"] == "prefix" and f["tensor"] == "O" and f["cut"] == 7
+    } == {0}
     assert got["diagnosis"]["group"] == 32 and got["diagnosis"]["carriers"]["O"] == ["v"]
     assert len(got["controls"]) == len(LEAKY) + 1 and all(c["caught"] for c in got["controls"])
     assert got["blind_spots"]
@@ -141,7 +143,9 @@ def test_presets_keep_their_claims_and_are_shown(tmp_path):
 
 def test_windows_long_enough_to_hide_parts_of_whole_blocks():
     for mask in LONG_MASKS:
-        report = audit_recipes(["mxfp8/strict"], masks=[mask], controls=False, effort="spot", head_dim=16).rows[0].report
+        report = (
+            audit_recipes(["mxfp8/strict"], masks=[mask], controls=False, effort="spot", head_dim=16).rows[0].report
+        )
         assert report.verdict == "clean"
         hidden = [(c, t) for (c, t, o), n in report.tried.items() if c == "mask" and o in ("k", "v") and n]
         assert ("mask", "O") in hidden and ("mask", "dQ") in hidden
