@@ -88,8 +88,12 @@ def test_a_stranger_may_raise_anything():
     def rude(q, k, v, cu_seqlens):
         raise KeyError("sm_90")
 
-    result = swept(peer_of(rude))
+    def moody(q, k, v, cu_seqlens):
+        raise RuntimeError("training" if q.requires_grad else "inference")
+
+    result = swept(peer_of(rude), peer_of(moody))
     assert result.rows[0].refused == "KeyError: 'sm_90'" and result.exit_code == 2  # nothing could run
+    assert result.rows[1].refused == "RuntimeError: training; without gradients: RuntimeError: inference"
 
 
 def test_where_gradients_are_refused_o_is_audited_alone():

@@ -209,7 +209,11 @@ def flex(compiled: bool) -> Callable[[], tuple[Call, Axes]]:
     def build() -> tuple[Call, Axes]:
         from torch.nn.attention import flex_attention as room
 
-        run: Any = torch.compile(room.flex_attention) if compiled else room.flex_attention
+        run: Any = room.flex_attention
+        if (
+            compiled
+        ):  # past its limit of recompilations dynamo would run eagerly and say nothing: fullgraph makes it say
+            run = torch.compile(run, fullgraph=True, dynamic=False)
 
         def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, options: Options) -> Any:
             if cu is not None:
@@ -224,7 +228,8 @@ def flex(compiled: bool) -> Callable[[], tuple[Call, Axes]]:
                 given["block_mask"] = room.create_block_mask(
                     lambda b, h, i, j: seen[i, j], None, None, total, total, device=q.device
                 )
-                out = run(*(x.transpose(1, 2) for x in (q, k, v)), **given)
+                with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
+                    out = run(*(x.transpose(1, 2) for x in (q, k, v)), **given)
             o, *rest = out if isinstance(out, tuple) else (out,)
             o = o.transpose(1, 2)
             o = o if cu is None else o[0]

@@ -167,7 +167,7 @@ def peers() -> list[Peer]:
         Peer("varlen", "torch.nn.attention.varlen", by_name("torch.nn.attention.varlen", "varlen_attn", None)),
         Peer("flex:eager", "flex_attention, eager", flex(False)),
         Peer("flex:compiled", "flex_attention, compiled", flex(True), on_request=True,
-             caution="half a minute of compiling per shape on a CPU"),
+             caution="every shape is compiled anew, which takes seconds to half a minute of a CPU"),
         Peer("flash:2", "flash-attn 2", by_name("flash_attn", varlen, dense), "flash-attn", 64, NEVER),
         Peer("flash:3", "flash-attn 3", by_name("flash_attn_interface", varlen, dense), "flash-attn-3", 64, NEVER),
         Peer("flash:4", "flash-attn 4", by_name("flash_attn.cute", varlen, dense), "flash-attn-4", 64, NEVER),

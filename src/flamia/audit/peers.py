@@ -219,7 +219,8 @@ def probe(fn: Callable[..., Any], options: Options, head_dim: int, effort: str, 
                 size = difference(got, base, options.reach)
                 return PeerRow("", options, gradients=None if backward else words[0], error=size)
         words.append(said)  # about the plainest packing
-    return PeerRow("", options, refused=words[0])
+    same = words[0] == words[1]
+    return PeerRow("", options, refused=words[0] if same else f"{words[0]}; without gradients: {words[1]}")
 
 
 def packings(settings: Settings) -> list[tuple[int, ...]]:
