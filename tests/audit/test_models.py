@@ -139,6 +139,13 @@ def test_cuts_on_edges_are_never_clean():
     )
 
 
+def test_a_compiled_model_hides_its_inside_and_is_never_clean():
+    model = torch.compile(Small(None, by_sequence), backend="eager")
+    report = audit_model(model, effort="spot")
+    assert report.verdict == "undecided" and any("nothing inside could be disturbed" in r for r in report.reasons)
+    assert audit_model(model._orig_mod, effort="spot").verdict == "leak"
+
+
 def test_dice_make_it_undecided_unless_a_leak_rises_above_them():
     torch.manual_seed(1)
     report = audit_model(Small(None, drop=0.01), mode="as_is", **BRIEF)

@@ -77,7 +77,9 @@ class ModelJudge:
         self.refusals: dict[str, str] = {}
         self.floor, self.stable = 0.0, True
         self.rounding: float | None = None
-        floats = [p.dtype for p in target.module.parameters() if p.is_floating_point()] if target.module else []
+        floats = (
+            [p.dtype for p in target.module.parameters() if p.is_floating_point()] if target.module is not None else []
+        )
         self.dtype = max(floats or [self.base.dtype], key=lambda d: torch.finfo(d).eps)  # the coarsest there is
         info = torch.finfo(self.dtype)
         self.eps = info.eps

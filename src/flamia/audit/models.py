@@ -159,6 +159,13 @@ def _doubts(judge: ModelJudge, report: ModelReport) -> list[str]:
             f"warning: every cut in {report.target['cuts']} lies on an edge of groups of {', '.join(map(str, blunt))}, "
             "so a scale shared by such a group cannot show; add cuts strictly inside, such as 7, 45 or 139"
         )
+    module = judge.target.module
+    if module is not None and not judge.groups:
+        out.append(
+            "nothing inside could be disturbed: no hook fired on a module that gives a tensor with positions, as in "
+            "compiled or traced models; audit the original module (._orig_mod of torch.compile), or wrap it in "
+            "a plain function to have tokens alone tried"
+        )
     if report.controls and not any(c.caught for c in report.controls):
         out.append("not one of the planted leaks was seen, so this audit would not have seen a real one either")
     if not bool(_finite(judge.base)):
@@ -177,8 +184,6 @@ def _blind_spots(judge: ModelJudge, report: ModelReport) -> list[str]:
             "only a callable is known: nothing inside could be disturbed, so scales shared by equally loud tokens may "
             "pass unseen; give module= or the torch.nn.Module itself"
         )
-    elif not judge.groups:
-        spots.append("no module gives a tensor with positions that can be told from its shape: nothing to disturb")
     if judge.target.step is None:
         spots.append("no cache is known (step=), so serving was not compared with training")
     if not judge.stable:
