@@ -72,6 +72,26 @@ def test_a_function_of_yours_is_swept_as_far_as_its_signature_goes():
     assert result.verdict == "clean" and "prefix" not in result.rows[0].report.claims
 
 
+def test_torch_is_told_of_determinism_in_the_backward_too():
+    told = set()
+
+    class Telling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            told.add(torch.are_deterministic_algorithms_enabled())
+            return grad
+
+    def telling(q, k, v, cu_seqlens):
+        return Telling.apply(attend(q, k, v, cu_seqlens))
+
+    swept(peer_of(telling, build=lambda q, k, v, cu, options: telling(q, k, v, cu), deterministic=(True,)))
+    assert told == {True} and not torch.are_deterministic_algorithms_enabled()
+
+
 def test_what_is_asked_and_not_named_is_refused():
     call = named(flash4, names_of(flash4))
     with pytest.raises(NotImplementedError, match="no parameter for determinism"):

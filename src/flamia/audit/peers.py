@@ -22,6 +22,7 @@ import importlib.metadata
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -181,20 +182,15 @@ class PeerRow:
         return self.error is not None and not self.error <= FOREIGN
 
 
-def bind(call: Call, options: Options) -> Callable[..., Any]:
-    """The plain callable that the auditor wants. Determinism is asked of torch too, which is how its own attention is
-    told.
-    """
-
-    def fn(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None = None) -> Any:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(options.deterministic)
-        try:
-            return call(q, k, v, cu, options)
-        finally:
-            torch.use_deterministic_algorithms(before)
-
-    return fn
+@contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Ask torch for deterministic algorithms, backward included, which is how its own attention is told."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def probe(fn: Callable[..., Any], options: Options, head_dim: int, effort: str, seed: int, device: str) -> PeerRow:
@@ -255,33 +251,43 @@ def audit_peer(
     call, axes = found
     start, deep = time.monotonic(), set()
     combinations = axes.combinations()
-    dim = head_dim or peer.head_dim
     for n, options in enumerate(combinations):
         if progress:
             progress(n, len(combinations), f"{peer.name} {options}")
         if time.monotonic() - start > seconds:
             yield PeerRow(peer.name, options)
             continue
-        fn = bind(call, options)
-        row = replace(probe(fn, options, dim, effort, seed, device), peer=peer.name)
-        if row.refused is not None:
-            yield row
-            continue
-        first = (options.packing, options.dtype) not in deep
-        deep.add((options.packing, options.dtype))
-        try:
-            report = audit_callable(
-                fn, layout=options.layout, causal=options.causal, window=options.window, heads=options.heads,
-                head_dim=dim, dtype=options.dtype, claims=peer.claims(options), effort=effort if first else lesser(effort),
-                seed=seed, device=device, backward=None if row.gradients else "autograd", name=f"{peer.name} {options}",
-                explain=first and effort != "spot",
-            )  # fmt: skip
-        except Exception as error:  # one peer's crash must not cost the others their verdict
-            yield replace(row, refused=f"raised under audit: {own_words(error)}")
-            continue
-        yield replace(row, report=report)
+        depth = lesser(effort) if (options.packing, options.dtype) in deep else effort
+        with determinism(options.deterministic):
+            row = audit_options(peer, call, options, depth, head_dim or peer.head_dim, seed, device)
+        if row.report:
+            deep.add((options.packing, options.dtype))
+        yield row
     if progress:
         progress(len(combinations), len(combinations), peer.name)
+
+
+def audit_options(
+    peer: Peer, call: Call, options: Options, effort: str, head_dim: int, seed: int, device: str
+) -> PeerRow:
+    """One option set: tried, and audited if it is taken."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None = None) -> Any:
+        return call(q, k, v, cu, options)
+
+    row = replace(probe(fn, options, head_dim, effort, seed, device), peer=peer.name)
+    if row.refused is not None:
+        return row
+    try:
+        report = audit_callable(
+            fn, layout=options.layout, causal=options.causal, window=options.window, heads=options.heads,
+            head_dim=head_dim, dtype=options.dtype, claims=peer.claims(options), effort=effort, seed=seed,
+            device=device, backward=None if row.gradients else "autograd", name=f"{peer.name} {options}",
+            explain=effort != "spot",
+        )  # fmt: skip
+    except Exception as error:  # one peer's crash must not cost the others their verdict
+        return replace(row, refused=f"raised under audit: {own_words(error)}")
+    return replace(row, report=report)
 
 
 def lesser(effort: str) -> str:
