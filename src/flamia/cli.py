@@ -294,6 +294,8 @@ def audit(
         raise typer.BadParameter(
             "give one of module:function, --recipe, --target and --model (which has no --html page)"
         )
+    if peer and claim:
+        raise typer.BadParameter("--claim: a --target is held to the default contracts, and to mask under a window")
     report: Report | RecipeAudit | ModelReport | PeerAudit
     if list_targets:
         known = peer_modules.peers()

@@ -240,6 +240,8 @@ def test_command(flamia):
     assert {r["options"]["lse"] for r in got["rows"] if r["verdict"] == "leak"} == {True}
     code, _, err = flamia("--target", "nothing")
     assert code == 2 and "neither a target nor a family" in err and "Traceback" not in err
+    code, _, err = flamia("--target", "sdpa", "--claim", "prefix")
+    assert code == 2 and "held to the default contracts" in err
     code, _, err = flamia("--target", "mine:missing")
     assert code == 2 and "has no 'missing'" in err
 
