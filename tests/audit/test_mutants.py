@@ -54,6 +54,17 @@ def test_dice_are_never_called_a_leak(name):
     assert "leak" not in {report.statuses[c] for c in CONTRACTS if c not in ("nonfinite", "mass")}
 
 
+def test_what_looks_like_an_order_of_summation_is_asked_again():
+    """Row 32 counts a sliver of key 33: small enough for an order of summation, and seen by no cut but the shorter call."""
+
+    def sliver(l, c):
+        return l * (1 + 2.0**-7 * (c.ahead == 1) * (c.pos == 32)[:, None] * c.k[:, 0, 0].tanh()).prod(1)[None, :, None]
+
+    report = audit_callable(Attention(l=sliver), **SMALL)
+    assert {f.cut for f in report.findings if f.contract == "prefix" and f.kind == "leak"} == {33}
+    assert report.verdict == "leak"
+
+
 class Leaky(Atomic):
     """Noisy, and V's last 30 tokens of the call reach everybody at a twentieth."""
 

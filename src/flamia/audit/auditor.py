@@ -246,6 +246,9 @@ def audit_callable(
     stopped = False
     for e in _shown(experiments(judge.book), progress):
         found = judge.run(e)
+        if e.operand == "layout" and e.cut is not None and any(f.kind == "order" for f in found):
+            # Is it the order of a sum? Then other contents behind the same cut, at equal length, move nothing.
+            found += judge.run(judge.book.change(e.tone, "all", "redraw", settings.watched, e.cut))
         stopped = until == "leak" and any(f.kind == "leak" and f.contract in counts for f in found)
         if stopped:
             break
