@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flamia.packing import Documents, query_blocks
 from flamia.quantize import Quantized, hadamard, quantize
-from flamia.recipe import Operands, Recipe
+from flamia.operands import Operands
+from flamia.recipe import Recipe
 from flamia.reference.weights import Fold
 
 LOG2E = 1.4426950408889634
