@@ -176,6 +176,8 @@ def test_train_evaluate_and_resume(flamia, text, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("audit", "--recipe", "mxfp8/fast", "--claim", "mask"), "their own claims"),
+        (("audit", "--heads", 8), "their own claims"),
         (["audit", "attention.py:forward"], "write attention:forward"),
         (["audit", "math:sqrt", "--device", "gpu"], "write cpu, cuda or cuda:0"),
         (["train", "-r", "mxfp8/safe"], "recipe 'mxfp8/safe': no preset 'safe'; there are strict, fold, fast"),

@@ -291,9 +291,9 @@ def audit(
     set_threads(threads)
     check_device(device)
     if sum(map(bool, (target, recipe, model, peer))) > 1 or (model and html):
-        raise typer.BadParameter(
-            "give one of module:function, --recipe, --target and --model (which has no --html page)"
-        )
+        raise typer.BadParameter("give one of module:function, --recipe, --target, --model (which has no --html)")
+    if not (target or peer or model) and (claim or (layout, causal, heads, kv_heads) != ("packed", True, 4, 2)):
+        raise typer.BadParameter("presets are held to their own claims: other options describe a module:function")
     if peer and claim:
         raise typer.BadParameter("--claim: a --target is held to the default contracts, and to mask under a window")
     report: Report | RecipeAudit | ModelReport | PeerAudit
