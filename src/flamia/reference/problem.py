@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flamia.operands import Operands
 from flamia.packing import Documents, query_blocks
 from flamia.quantize import Quantized, hadamard, quantize
-from flamia.operands import Operands
 from flamia.recipe import Recipe
 from flamia.reference.weights import Fold
 
