@@ -77,7 +77,7 @@ class Size:
     explained: tuple[str, ...] = tasks.EXPLAINED
     read: tuple[str, ...] = tasks.READ
     measured: tuple[str, ...] = tasks.MEASURED
-    steps: int = 160
+    steps: int = 120
     tokens: int = 1024
 
 
