@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flamia.formats import exp2_int
 from flamia.reference.problem import Block, Problem, Segment
-from flamia.reference.weights import round_weights
+from flamia.reference.weights import NONE, round_weights
 
 DV_BOOST = 8
 """P of dV is at most 1, so 2^8 keeps it below E4M3's 448."""
@@ -27,7 +27,7 @@ class Gradients:
         zeros = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in problem.tensors.items() if name != "g"}
         self.dq, self.dk, self.dv = zeros["q"], zeros["k"], zeros["v"]
         self.dk_rotated = torch.zeros_like(self.dk) if problem.recipe.rotate else None
-        self.column: dict[tuple[str, int], Tensor] = {}  # largest exponents of a key block so far, by its first row
+        self.column: dict[int, Tensor] = {}  # largest exponents of dK's U in a key block so far, by its first row
         half = problem.recipe.dq_accumulator != "fp32" and problem.recipe.rounding
         self.boost = _row_boosts(problem) if half else None
 
@@ -69,26 +69,23 @@ class Gradients:
             return x, None
         spec = getattr(segment.operands, cell)
         running = recipe.u_range == "running" and cell in ("dq_u", "dk_u")
-        key = (cell, block.key_rows.start + segment.start)
         if spec.endswith(":column") and running:  # state of each key block: the query blocks arrive in ascending order
             before = self._column_before(block, segment, x)
         rounded, carry = round_weights(
             x, spec, block.fold(cell, segment), boost=DV_BOOST, block=recipe.frontier_block, dtype=self.problem.dtype,
             visible=block.visible[:, segment.columns], running=running, before=before)  # fmt: skip
         if spec.endswith(":column") and running and carry is not None:
-            size = recipe.frontier_block
-            for n, part in enumerate(carry.split(size, -1)):
-                self.column["dk_u", key[1] + n * size] = part
+            self.column.update(zip(self._key_blocks(block, segment), carry.split(recipe.frontier_block, -1)))
         return rounded, carry if spec.endswith(":row") else None
 
-    def _column_before(self, block: Block, segment: Segment, x: Tensor) -> Tensor | None:
-        size = self.problem.recipe.frontier_block
-        start = block.key_rows.start + segment.start
-        nothing = torch.full_like(x[..., :1, :size], -(2**20), dtype=torch.int32)
-        parts = [
-            self.column.get(("dk_u", start + n * size), nothing) for n in range((segment.stop - segment.start) // size)
-        ]
-        return torch.cat(parts, -1)
+    def _key_blocks(self, block: Block, segment: Segment) -> range:
+        """The first rows, in the buffer, of a segment's key blocks."""
+        start = block.key_rows.start
+        return range(start + segment.start, start + segment.stop, self.problem.recipe.frontier_block)
+
+    def _column_before(self, block: Block, segment: Segment, x: Tensor) -> Tensor:
+        nothing = torch.full_like(x[..., :1, : self.problem.recipe.frontier_block], NONE, dtype=torch.int32)
+        return torch.cat([self.column.get(row, nothing) for row in self._key_blocks(block, segment)], -1)
 
     def _add_dq(self, block: Block, dq: Tensor, u: Tensor, k: Tensor) -> Tensor:
         """dq + U K; with FP16 accumulation one key block after the other, boosted and rounded to FP16 each time."""
