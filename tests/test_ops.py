@@ -52,7 +52,7 @@ def forward_arguments(case):
         q = q.transpose(0, 1).contiguous().transpose(0, 1)
     if case == "compensated":
         options = (*OPTIONS[:3], "mxfp8/strict,delta=compensated", *OPTIONS[4:])
-    return q, k, v, CU, CU, *options, -1, -1
+    return q, k, v, CU, CU, *options, -1, -1, True
 
 
 @pytest.mark.parametrize("case", ["plain", "grad", "transposed", "compensated"])
@@ -62,8 +62,8 @@ def test_opcheck_forward(case):
 
 @pytest.mark.parametrize("case", ["plain", "no lse gradient", "only lse", "only dk", "compensated", "expanded"])
 def test_opcheck_backward(case):
-    q, k, v, cu_q, cu_k, *options, _, _ = forward_arguments(case)
-    o, lse, residual = FORWARD(q, k, v, cu_q, cu_k, *options, -1, -1)
+    q, k, v, cu_q, cu_k, *options, _, _, _ = forward_arguments(case)
+    o, lse, residual, _ = FORWARD(q, k, v, cu_q, cu_k, *options, -1, -1, True)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     if case == "expanded":
         do = do[:1, :1, :1].expand_as(o)
@@ -76,11 +76,11 @@ def test_opcheck_backward(case):
 def test_fakes_promise_the_shapes_dtypes_and_strides_that_come(recipe):
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs())
     options = (*OPTIONS[:3], recipe, *OPTIONS[4:])
-    real = FORWARD(q, k, v, CU, CU, *options, -1, -1)
-    meta = FORWARD(*(x.to("meta") for x in (q, k, v, CU, CU)), *options, -1, -1)
-    saved = (q, k, v, *real, CU, CU)
-    real += BACKWARD(real[0], None, *saved, *options, True, False, True)
-    meta += BACKWARD(meta[0], None, *(x.to("meta") for x in saved), *options, True, False, True)
+    real = FORWARD(q, k, v, CU, CU, *options, -1, -1, True)
+    meta = FORWARD(*(x.to("meta") for x in (q, k, v, CU, CU)), *options, -1, -1, True)
+    kept = (q, k, v, *real[:3], CU, CU)
+    real += BACKWARD(real[0], None, *kept, *options, True, False, True)
+    meta += BACKWARD(meta[0], None, *(x.to("meta") for x in kept), *options, True, False, True)
     for x, y in zip(real, meta, strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
         assert x.is_contiguous()

@@ -245,7 +245,8 @@ def _call(
     scale = validation.scale_or_default(softmax_scale, q.shape[-1])
     text = validation.recipe_text(recipe)
     ops.check_backend(backend)
-    o, lse, _ = ops.attention_forward(q, k, v, cu_q, cu_k, *window, scale, text, backend, offsets, *longest)
+    save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    o, lse, _, _ = ops.attention_forward(q, k, v, cu_q, cu_k, *window, scale, text, backend, offsets, *longest, save)
     return o, lse
 
 

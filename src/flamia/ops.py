@@ -18,15 +18,22 @@ backward(do, dlse, q, k, v, o, lse, residual, documents, recipe, scale) -> (dq, 
 for them: contiguous tensors, whatever the caller's strides were, so that views and expanded gradients have the bits of
 their copies; offsets that stay within the buffers; and no autocast region, which would reach into the reference's own
 matrix products. A backend that does some of this itself says so in a set HANDLES: "strides" (reads any), "offsets"
-(clamps them while it reads them), "subset" (`backward` takes `wanted`, three bools; the others are not looked at).
+(clamps them while it reads them), "subset" (`backward` takes `wanted`, three bools; the others are not looked at),
+"saved" (it has `forward_saving`, whose further result `backward` takes as `saved` in place of encoding v, k and q again:
+one tensor of bytes, of the size that `flamia.saved` has for the shapes).
+
+`saved` is an output of the forward operator, so that autograd, compiled graphs and checkpoints keep and drop it as they
+keep and drop O. It is empty where nobody will differentiate (`save`), and where the backend keeps nothing. Where it is not,
+v itself is not kept: its codes are in there, and the backward needs nothing else of it.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +41,7 @@ from torch import Tensor
 from flamia import validation
 from flamia.packing import Documents
 from flamia.recipe import Recipe
+from flamia.saved import nbytes
 from flamia.validation import OPEN, UnsupportedError
 
 BACKENDS = {"reference": "flamia.reference", "hopper": "flamia.hopper"}
@@ -109,13 +117,19 @@ def _documents(
 
 @contextmanager
 def _surroundings(x: Tensor) -> Iterator[None]:
-    """No autocast, and kernels launched on the device where the tensors are, which need not be the current one."""
-    with torch.autocast(x.device.type, enabled=False):
-        if x.device.type == "cuda":
-            with torch.cuda.device(x.device):
-                yield
-        else:
-            yield
+    """No autocast, and kernels launched on the device where the tensors are, which need not be the current one. Asking
+    is much cheaper than setting, and the host's time is part of a call."""
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(x.device.type):
+            stack.enter_context(torch.autocast(x.device.type, enabled=False))
+        if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+            stack.enter_context(torch.cuda.device(x.device))
+        yield
+
+
+def _keeps(x: Tensor, backend: str, save: bool) -> bool:
+    """Whether a call that runs leaves something in `saved`: known without loading the backend that will run."""
+    return save and x.device.type == "cuda" and backend != "reference"
 
 
 # ---------------------------------------------------------------------------------------------------------- forward
@@ -124,7 +138,8 @@ def _surroundings(x: Tensor) -> Iterator[None]:
 torch.library.define(
     "flamia::attention_forward",
     "(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, SymInt left, SymInt right, float scale, str recipe, "
-    "str backend, str offsets, SymInt max_q, SymInt max_k) -> (Tensor o, Tensor lse, Tensor residual)",
+    "str backend, str offsets, SymInt max_q, SymInt max_k, bool save) -> (Tensor o, Tensor lse, Tensor residual, "
+    "Tensor saved)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 attention_forward = torch.ops.flamia.attention_forward.default
@@ -145,26 +160,39 @@ def _forward(
     offsets: str,
     max_q: int,
     max_k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv), offsets int32 -> o (Tq, Hq, Dv), lse (Hq, Tq) float32, residual.
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv), offsets int32 -> o (Tq, Hq, Dv), lse (Hq, Tq) float32, residual,
+    saved.
 
     The residual is what BF16 took from O, in O's shape, for recipes with delta="compensated"; else it is empty.
-    `max_q` and `max_k` bound the lengths where offsets are checked; -1 is no bound.
+    `max_q` and `max_k` bound the lengths where offsets are checked; -1 is no bound. `save`: a backward may follow;
+    without it `saved` is empty, and a backward that follows all the same has to be given v and encodes again.
     """
     parsed = validation.parse_recipe(recipe)
     room = _choose(backend, q, k, v, parsed, (left, right))
     documents = _documents(room, q, k, cu_q, cu_k, (left, right), offsets, (max_q, max_k))
     with _surroundings(q):
-        o, lse, residual = room.forward(*_dense(room, q, k, v), documents, parsed, scale)
+        arguments = (*_dense(room, q, k, v), documents, parsed, scale)
+        if save and _handles(room, "saved"):
+            o, lse, residual, saved = room.forward_saving(*arguments)
+        else:
+            o, lse, residual = room.forward(*arguments)
+            saved = q.new_empty((0,), dtype=torch.uint8)
     # a recipe without rounding answers in float64; the operator's dtypes do not depend on the recipe
-    return o.to(q.dtype).contiguous(), lse.to(torch.float32).contiguous(), residual.to(q.dtype).contiguous()
+    o, lse, residual = o.to(q.dtype), lse.to(torch.float32), residual.to(q.dtype)
+    return o.contiguous(), lse.contiguous(), residual.contiguous(), saved
 
 
 @torch.library.register_fake("flamia::attention_forward")
-def _(q, k, v, cu_q, cu_k, left, right, scale, recipe, backend, offsets, max_q, max_k):
+def _(q, k, v, cu_q, cu_k, left, right, scale, recipe, backend, offsets, max_q, max_k, save):
     o = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    return o, lse, torch.empty_like(o) if validation.parse_recipe(recipe).delta == "compensated" else o.new_empty((0,))
+    residual = torch.empty_like(o) if validation.parse_recipe(recipe).delta == "compensated" else o.new_empty((0,))
+    size = 0
+    if _keeps(q, backend, save):
+        size = nbytes(q.shape[0], k.shape[0], cu_q.shape[0] - 1, q.shape[1], k.shape[1], q.shape[2])
+    return o, lse, residual, q.new_empty((size,), dtype=torch.uint8)
 
 
 # --------------------------------------------------------------------------------------------------------- backward
@@ -172,9 +200,9 @@ def _(q, k, v, cu_q, cu_k, left, right, scale, recipe, backend, offsets, max_q, 
 
 torch.library.define(
     "flamia::attention_backward",
-    "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor residual, Tensor cu_q, "
+    "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor o, Tensor lse, Tensor residual, Tensor cu_q, "
     "Tensor cu_k, SymInt left, SymInt right, float scale, str recipe, str backend, str offsets, bool want_dq, "
-    "bool want_dk, bool want_dv) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "bool want_dk, bool want_dv, Tensor? saved=None) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 attention_backward = torch.ops.flamia.attention_backward.default
@@ -186,7 +214,7 @@ def _backward(
     dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     o: Tensor,
     lse: Tensor,
     residual: Tensor,
@@ -201,27 +229,38 @@ def _backward(
     want_dq: bool,
     want_dk: bool,
     want_dv: bool,
+    saved: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """do like o, dlse like lse (None: zero) -> dq, dk, dv like q, k, v, contiguous. One not wanted comes back empty."""
+    """do like o, dlse like lse (None: zero) -> dq, dk, dv like q, k, v, contiguous. One not wanted comes back empty.
+
+    saved: what the forward of the same arguments left; with it v may be None, since its codes are in there.
+    """
     parsed = validation.parse_recipe(recipe)
-    room = _choose(backend, q, k, v, parsed, (left, right))
+    kept = saved is not None and saved.numel() > 0
+    if v is None and not kept:
+        raise ValueError("v is None: it may be left out only with what the forward saved, and `saved` is empty")
+    room = _choose(backend, q, k, k if v is None else v, parsed, (left, right))
     documents = _documents(room, q, k, cu_q, cu_k, (left, right), offsets, (-1, -1))
     do = torch.zeros_like(o) if do is None else _dense(room, do)[0]
     dlse = None if dlse is None else _dense(room, dlse)[0]
     wanted = (want_dq, want_dk, want_dv)
-    choice = {"wanted": wanted} if _handles(room, "subset") else {}
+    choice: dict[str, Any] = {"wanted": wanted} if _handles(room, "subset") else {}
+    if kept and _handles(room, "saved"):
+        choice["saved"] = saved
+    elif v is None:
+        raise ValueError(f"v is None, but {room.__name__} does not read `saved`: it needs v")
     with _surroundings(q):
-        saved = _dense(room, q, k, v, o, lse, residual)
-        gradients = room.backward(do, dlse, *saved, documents, parsed, scale, **choice)
+        given = [None if x is None else _dense(room, x)[0] for x in (q, k, v, o, lse, residual)]
+        gradients = room.backward(do, dlse, *given, documents, parsed, scale, **choice)
     dq, dk, dv = (g.to(q.dtype).contiguous() if want else q.new_empty((0,)) for g, want in zip(gradients, wanted))
     return dq, dk, dv
 
 
 @torch.library.register_fake("flamia::attention_backward")
 def _(do, dlse, q, k, v, o, lse, residual, cu_q, cu_k, left, right, scale, recipe, backend, offsets,
-      want_dq, want_dk, want_dv):  # fmt: skip
-    wanted = ((q, want_dq), (k, want_dk), (v, want_dv))
-    dq, dk, dv = (x.new_empty(x.shape if want else (0,)) for x, want in wanted)
+      want_dq, want_dk, want_dv, saved=None):  # fmt: skip
+    shapes = (q.shape, k.shape, (*k.shape[:2], o.shape[2]))
+    dq, dk, dv = (q.new_empty(s if want else (0,)) for s, want in zip(shapes, (want_dq, want_dk, want_dv)))
     return dq, dk, dv
 
 
@@ -229,20 +268,22 @@ def _(do, dlse, q, k, v, o, lse, residual, cu_q, cu_k, left, right, scale, recip
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, cu_q, cu_k, *options, _, _ = inputs
-    o, lse, residual = output
-    ctx.save_for_backward(q, k, v, o, lse, residual, cu_q, cu_k)
+    q, k, v, cu_q, cu_k, *options, _, _, save = inputs
+    o, lse, residual, saved = output
+    kept = _keeps(q, options[4], save)  # what `saved` holds, the inputs need not be kept for
+    ctx.save_for_backward(q, k, None if kept else v, o, lse, residual, cu_q, cu_k, saved if kept else None)
     ctx.options = options
-    ctx.mark_non_differentiable(residual)
+    ctx.mark_non_differentiable(residual, saved)
     ctx.set_materialize_grads(False)  # an output that no loss reads has the gradient None: nothing is computed for it
 
 
-def _differentiate(ctx, do, dlse, _):
-    nothing = (None,) * (2 + len(ctx.options) + 2)
+def _differentiate(ctx, do, dlse, _, __):
+    nothing = (None,) * (2 + len(ctx.options) + 3)
     wanted = ctx.needs_input_grad[:3]
     if (do is None and dlse is None) or not any(wanted):
         return (None, None, None, *nothing)
-    gradients = attention_backward(do, dlse, *ctx.saved_tensors, *ctx.options, *wanted)
+    *tensors, saved = ctx.saved_tensors
+    gradients = attention_backward(do, dlse, *tensors, *ctx.options, *wanted, saved)
     return (*(g if want else None for g, want in zip(gradients, wanted)), *nothing)
 
 

@@ -11,6 +11,11 @@ that the kernels compute. What runs, in order:
     compat.py     what differs between Triton 3.6 and 3.9
 """
 
-from .launch import Encoded, backward, forward, forward_saving, supports
+from .launch import backward, forward, forward_saving, supports
 
-__all__ = ["Encoded", "backward", "forward", "forward_saving", "supports"]
+# What need not be done for these kernels (ops.py): the encoders read any strides with a dense last axis, in 64-bit
+# addresses, and copy the rest; schedule.py clamps offsets as it reads them; a pass nobody wants is not run; and what
+# the forward encoded is taken back by the backward.
+HANDLES = frozenset({"strides", "offsets", "subset", "saved"})
+
+__all__ = ["HANDLES", "backward", "forward", "forward_saving", "supports"]

@@ -1,27 +1,32 @@
 """From tensors to kernels: layouts, descriptors, grids. Nothing here waits for the device or reads an offset.
 
 `forward` and `backward` are the two calls every backend answers (reference/ has the same). `forward_saving` also hands
-out what it encoded; `backward` takes it back as `saved`, and encodes again when it gets none.
+out what it encoded, in one buffer (flamia/saved.py); `backward` takes it back as `saved`, and encodes again when it gets
+none. Both only read it, so a second backward over the same forward gives the same bits.
+
+The host's time is part of every call that the card does not hide: a view of a tensor costs it a microsecond or two, so
+parts of a buffer are cut out by one `split`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flamia.packing import Documents
 from flamia.recipe import Recipe
+from flamia.saved import nbytes, sections
 
 from .compat import HOLD_Q_OF_128, TensorDescriptor, descriptor
 from .dkv import dkv_kernel
 from .dq import dq_kernel
 from .forward import forward_kernel
 from .quantize import ROWS, encode_gradient_kernel, encode_kernel
-from .schedule import BLOCK, OPEN, Plan, plan
+from .schedule import BLOCK, OPEN, Plan, lay_out, tables
 
 LOG2E = math.log2(math.e)
 HEAD_DIMS = (64, 128)
@@ -36,20 +41,39 @@ TUNING = {
     ("dq", 128): {"ST": 4, "BN": 64, "HOLD": True},
 }
 SMALLEST_SCALE = 1e-30  # stands for a softmax scale of zero, so that -inf * scale stays -inf
+PLAIN = Recipe.strict("mxfp8_scores")
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """The encoded operands of one call (quantize.py): codes, V decoded, and the factors of the scores."""
+class Encoded(NamedTuple):
+    """The parts of what a forward saves: codes (quantize.py), the factors of the scores, and the lists of work."""
 
-    plan: Plan
     q_codes: Tensor
     k_codes: Tensor
     v_codes: Tensor
-    v_decoded: Tensor
     q_factor: Tensor
     k_factor: Tensor
     v_factor: Tensor
+    plan: Plan
+
+
+def parts(saved: Tensor, q: Tensor, k: Tensor, documents: Documents) -> Encoded:
+    """Cut the buffer of a call with these shapes."""
+    (tq, hq, d), (tk, hk, _) = q.shape, k.shape
+    codes, factors, words = sections(tq, tk, documents.cu_q.numel() - 1, hq, hk, d)
+    bytes_of = (sum(codes), 4 * sum(factors), 4 * sum(words))
+    if saved.numel() != sum(bytes_of):
+        raise ValueError(
+            f"saved holds {saved.numel()} bytes, but a call of q {tuple(q.shape)}, k {tuple(k.shape)} and "
+            f"{documents.cu_q.numel() - 1} documents keeps {sum(bytes_of)}: give the backward what its own forward saved"
+        )
+    if saved.data_ptr() % 16:  # somebody has moved it, and TMA cannot read it there
+        saved = saved.clone()
+    c, f, w = saved.split(bytes_of)
+    return Encoded(
+        *c.view(torch.float8_e4m3fn).split(codes),
+        *f.view(torch.float32).split(factors),
+        tables(w.view(torch.int32), words),
+    )
 
 
 @cache
@@ -57,9 +81,13 @@ def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tiles(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of a matrix of any number of rows in tiles of `rows` x all columns of one head."""
-    width = x.shape[-1]
+@cache
+def generation(device: int) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """TMA descriptor of a matrix of any number of rows in tiles of `rows` x all of its `width` columns."""
     return descriptor(x, [x.numel() // width, width], [width, 1], [rows, width])
 
 
@@ -75,32 +103,38 @@ def vectors(x: Tensor, rows: int) -> TensorDescriptor:
 
 def packed(x: Tensor) -> Tensor:
     """x in a layout that the kernels read: heads and features dense, rows on 16 bytes. Copies only if it must."""
-    good = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if good else x.contiguous()
+    _, heads, d = x.shape
+    dense = x.stride(2) == 1 and x.stride(1) == d
+    good = dense and x.stride(0) % 8 == 0 and x.stride(0) >= heads * d and x.data_ptr() % 16 == 0
+    return x if good else x.clone(memory_format=torch.contiguous_format)
 
 
-def encode(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> Encoded:
-    """Lay out the call and encode q, k and v: two kernels. Also sets o and lse of the rows outside all documents."""
+def encode(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, o: Tensor, lse: Tensor
+) -> tuple[Tensor, Encoded, Tensor]:
+    """Lay out the call and encode q, k and v: two kernels. Also sets o and lse of the rows outside all documents.
+    Returns what the backward wants, in one buffer and in parts, and V decoded in BF16, which only the forward reads."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (tq, hq, d), (tk, hk, _) = q.shape, k.shape
-    layout = plan(documents, tq, tk)
-    q_pad, k_pad = layout.q_capacity * BLOCK, layout.k_capacity * BLOCK
-
-    def codes(heads: int, rows: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-        return torch.empty(heads, rows, d, dtype=dtype, device=q.device)
-
-    factors = torch.empty(hq * q_pad + 2 * hk * k_pad, dtype=torch.float32, device=q.device)
-    qf, kf, vf = factors.split([hq * q_pad, hk * k_pad, hk * k_pad])
-    q_codes, k_codes, v_codes = codes(hq, q_pad), codes(hk, k_pad), codes(hk, k_pad)
-    encoded = Encoded(layout, q_codes, k_codes, v_codes, codes(hk, k_pad, torch.bfloat16), qf, kf, vf)
-    grid = (max(layout.q_capacity, layout.k_capacity) * (BLOCK // ROWS), hq + hk + 1)
-    encode_kernel[grid](
-        q, k, v, encoded.q_codes, encoded.k_codes, encoded.v_codes, encoded.v_decoded, qf, kf, vf, o, lse,
-        layout.q_blocks, layout.k_blocks, layout.counts, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+    saved = empty_saved(q, k, documents)
+    e = parts(saved, q, k, documents)
+    lay_out(e.plan, documents, tq, tk)
+    q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
+    v_decoded = torch.empty(hk * k_pad * d, dtype=torch.bfloat16, device=q.device)
+    encode_kernel[(max(q_pad, k_pad) // ROWS, hq + hk + 1)](
+        q, k, v, e.q_codes, e.k_codes, e.v_codes, v_decoded, e.q_factor, e.k_factor, e.v_factor, o, lse,
+        e.plan.q_blocks, e.plan.k_blocks, e.plan.counts, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), q_pad, k_pad, max(abs(scale), SMALLEST_SCALE) * LOG2E, math.copysign(1.0, scale), hq,
         hk, tq, D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
-    return encoded
+    return saved, e, v_decoded
+
+
+def empty_saved(q: Tensor, k: Tensor, documents: Documents) -> Tensor:
+    """Memory for what a forward of these shapes saves."""
+    (tq, hq, d), (tk, hk, _) = q.shape, k.shape
+    size = nbytes(tq, tk, documents.cu_q.numel() - 1, hq, hk, d)
+    return torch.empty(size, dtype=torch.uint8, device=q.device)
 
 
 def sides(documents: Documents) -> tuple[int, int]:
@@ -121,24 +155,25 @@ def heads_together(blocks: int, device: torch.device) -> int:
 
 def forward_saving(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, recipe: Recipe, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Encoded | None]:
-    """(o, lse, residual, encoded). Shapes as in reference/: q (Tq, Hq, D), k, v (Tk, Hk, D), lse (Hq, Tq) natural log."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(o, lse, residual, saved). Shapes as in reference/: q (Tq, Hq, D), k, v (Tk, Hk, D), lse (Hq, Tq) natural log."""
     (tq, hq, d), (tk, hk, _) = q.shape, k.shape
     none = q.new_empty(0)
     if tq == 0 or tk == 0 or documents.cu_q.numel() < 2:
-        return torch.zeros_like(q), q.new_full((hq, tq), -math.inf, dtype=torch.float32), none, None
+        o = torch.zeros(tq, hq, d, dtype=q.dtype, device=q.device)
+        return o, q.new_full((hq, tq), -math.inf, dtype=torch.float32), none, empty_saved(q, k, documents)
     o = torch.empty(tq, hq, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(hq, tq, dtype=torch.float32, device=q.device)
-    e = encode(q, k, v, documents, scale, o, lse)
+    saved, e, v_decoded = encode(q, k, v, documents, scale, o, lse)
     left, right = sides(documents)
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     forward_kernel[grid(e.plan.q_capacity * hq, q.device)](
-        tiles(e.q_codes, 64), vectors(e.q_factor, 64), tiles(e.k_codes, 128), tiles(e.v_decoded, 128),
+        tiles(e.q_codes, 64, d), vectors(e.q_factor, 64), tiles(e.k_codes, 128, d), tiles(v_decoded, 128, d),
         vectors(e.k_factor, 128), o, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad, o.stride(0), lse.stride(0), left,
         right, hq, hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128, LEFT=left < OPEN, num_warps=4,
         **TUNING["forward", d],
     )  # fmt: skip
-    return o, lse, none, e
+    return o, lse, none, saved
 
 
 def forward(
@@ -148,56 +183,59 @@ def forward(
 
 
 def backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, residual: Tensor,
-    documents: Documents, recipe: Recipe, scale: float, saved: Encoded | None = None, wanted: tuple[bool, bool, bool] =
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, o: Tensor, lse: Tensor, residual: Tensor,
+    documents: Documents, recipe: Recipe, scale: float, saved: Tensor | None = None, wanted: tuple[bool, bool, bool] =
     (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv). saved: what `forward_saving` gave for the same q, k, v, documents and scale. wanted: a pass whose
-    gradients nobody wants is not run, and what is returned for them means nothing."""
+    """(dq, dk, dv). saved: what `forward_saving` gave for the same q, k, v, documents and scale; v is not read then, and
+    may be None. wanted: a pass whose gradients nobody wants is not run, and what is returned for them means nothing."""
     (tq, hq, d), (tk, hk, _) = q.shape, k.shape
     if tq == 0 or tk == 0 or documents.cu_q.numel() < 2:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, k))
     if saved is not None:
-        e = saved
+        e = parts(saved, q, k, documents)
     else:
-        e = encode(q, k, v, documents, scale, torch.empty_like(o), torch.empty_like(lse))
+        _, e, _ = encode(q, k, v, documents, scale, torch.empty_like(o), torch.empty_like(lse))
     q, k = packed(q), packed(k)
     do, o = (x if x.stride(2) == 1 else x.contiguous() for x in (do, o))
+    lse = lse if lse.stride(1) == 1 else lse.contiguous()
     layout = e.plan
     device = q.device
     q_pad, k_pad = layout.q_capacity * BLOCK, layout.k_capacity * BLOCK
     g_codes = torch.empty(hq, q_pad, d, dtype=torch.float8_e4m3fn, device=device)
     g_wide = torch.empty(hq, q_pad, d, dtype=torch.bfloat16, device=device)
-    lse2, delta = torch.empty(2, hq * q_pad, dtype=torch.float32, device=device)
+    rows = hq * q_pad
+    lse2, delta, turns = torch.empty(2 * rows + 16, dtype=torch.float32, device=device).split((rows, rows, 16))
+    turns = turns.view(torch.int32)  # the counts, and what the two passes have given out
     q_clean, k_clean = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k))
     dq = torch.empty(tq, hq, d, dtype=q.dtype, device=device)
     dk, dv = (torch.empty(tk, hk, d, dtype=k.dtype, device=device) for _ in range(2))
     dlse_strides = (0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))
     encode_gradient_kernel[(max(layout.q_capacity, layout.k_capacity) * (BLOCK // ROWS), hq + 1)](
         do, o, lse, lse if dlse is None else dlse, g_codes, g_wide, lse2, delta, q, k, q_clean, k_clean, dq, dk, dv,
-        layout.q_blocks, layout.counts, do.stride(0), do.stride(1), o.stride(0), o.stride(1), q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), lse.stride(0), *dlse_strides, q_pad, tq, tk, hq, hk, HAS_DLSE=dlse is not None, D=d,
-        ROWS=ROWS, num_warps=4,
+        layout.q_blocks, layout.counts, turns, do.stride(0), do.stride(1), o.stride(0), o.stride(1), q.stride(0),
+        q.stride(1), k.stride(0), k.stride(1), lse.stride(0), *dlse_strides, q_pad, tq, tk, hq, hk,
+        HAS_DLSE=dlse is not None, D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     left, right = sides(documents)
     window = left < OPEN
-    g_tiles, q_tiles = tiles(g_codes, 64), tiles(e.q_codes, 64)
     kv_tuning, q_tuning = TUNING["dkv", d], TUNING["dq", d]
     bm, bn = kv_tuning["BM"], q_tuning["BN"]
     if wanted[1] or wanted[2]:
         dkv_kernel[grid(layout.k_capacity * hk, device)](
-            tiles(e.k_codes, 64), tiles(e.v_codes, 64), vectors(e.k_factor, 64), vectors(e.v_factor, 64),
-            tiles(e.q_codes, bm), tiles(g_codes, bm), packed_tiles(q, bm), packed_tiles(q_clean, bm), tiles(g_wide, bm),
-            vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), dk, dv, layout.k_items, layout.counts,
-            q_pad, k_pad, scale, left, right, hk, hq // hk, heads_together(layout.k_capacity, device), D=d, LEFT=window,
-            num_warps=4, **kv_tuning,
+            tiles(e.k_codes, 64, d), tiles(e.v_codes, 64, d), vectors(e.k_factor, 64), vectors(e.v_factor, 64),
+            tiles(e.q_codes, bm, d), tiles(g_codes, bm, d), packed_tiles(q, bm), packed_tiles(q_clean, bm),
+            tiles(g_wide, bm, d), vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), dk, dv,
+            layout.k_items, turns, q_pad, k_pad, scale, left, right, hk, hq // hk,
+            heads_together(layout.k_capacity, device), D=d, LEFT=window, num_warps=4, **kv_tuning,
         )  # fmt: skip
     if wanted[0]:
         dq_kernel[grid(layout.q_capacity * hq, device)](
-            q_tiles, g_tiles, vectors(e.q_factor, 64), vectors(lse2, 64), vectors(delta, 64), tiles(e.k_codes, bn),
-            tiles(e.v_codes, bn), packed_tiles(k, bn), packed_tiles(k_clean, bn), vectors(e.k_factor, bn),
-            vectors(e.v_factor, bn), dq, layout.q_items, layout.counts, q_pad, k_pad, scale, left, right, hq, hq // hk,
-            heads_together(layout.q_capacity, device), D=d, LEFT=window, num_warps=4, **q_tuning,
+            tiles(e.q_codes, 64, d), tiles(g_codes, 64, d), vectors(e.q_factor, 64), vectors(lse2, 64),
+            vectors(delta, 64), tiles(e.k_codes, bn, d), tiles(e.v_codes, bn, d), packed_tiles(k, bn),
+            packed_tiles(k_clean, bn), vectors(e.k_factor, bn), vectors(e.v_factor, bn), dq, layout.q_items, turns,
+            q_pad, k_pad, scale, left, right, hq, hq // hk, heads_together(layout.q_capacity, device), D=d,
+            LEFT=window, num_warps=4, **q_tuning,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -207,13 +245,12 @@ def supports(
 ) -> str | None:
     """None if the kernels compute this call; else the reason why not."""
     d = q.shape[-1]
-    plain = Recipe.strict("mxfp8_scores")
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+    if q.device.type != "cuda" or generation(q.device.index or 0) != 9:
         return f"the kernels need a Hopper GPU (compute capability 9.x); the tensors are on {q.device}"
     if recipe.route != "mxfp8_scores":
         return f"route {recipe.route!r} has no Hopper kernel; 'mxfp8_scores' has"
-    if recipe != plain:
-        return f"recipe {str(recipe)!r}: the kernels compute {str(plain)!r} without options"
+    if recipe != PLAIN:
+        return f"recipe {str(recipe)!r}: the kernels compute {str(PLAIN)!r} without options"
     if q.dtype != torch.bfloat16:
         return f"dtype {q.dtype}: the kernels take bfloat16"
     if d not in HEAD_DIMS or v.shape[-1] != d:

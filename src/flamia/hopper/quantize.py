@@ -42,7 +42,7 @@ def _power(e):
 @triton.jit
 def _load(X, row, rows, valid, head, stride_t, stride_h, D: tl.constexpr):
     column = tl.arange(0, D)
-    at = (row + rows).to(tl.int64)[:, None] * stride_t + head * stride_h + column[None, :]
+    at = (row + rows).to(tl.int64)[:, None] * stride_t + tl.cast(head, tl.int64) * stride_h + column[None, :]
     return tl.load(X + at, mask=(rows < valid)[:, None], other=0.0)
 
 
@@ -138,17 +138,18 @@ def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCK
 
 @triton.jit(do_not_specialize=["lse_stride_h", "dlse_stride_t", "dlse_stride_h", "q_rows", "k_rows", "hq", "hk"])
 def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q, K, Q_CLEAN, K_CLEAN, DQ, DK, DV, Q_BLOCKS,
-                           COUNTS, g_stride_t, g_stride_h, o_stride_t, o_stride_h, q_stride_t, q_stride_h,
+                           COUNTS, TURNS, g_stride_t, g_stride_h, o_stride_t, o_stride_h, q_stride_t, q_stride_h,
                            k_stride_t, k_stride_h, lse_stride_h, dlse_stride_t, dlse_stride_h, q_pad, q_rows,
                            k_rows, hq, hk, HAS_DLSE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Grid (blocks * 128 / ROWS, query heads + 1): dO's codes, and per row LSE log2(e) - e(G) and (D - dLSE) / 2^e(G).
-    The last row of the grid zeroes gradients of tokens outside all documents, and writes the cleaned copies if need be."""
+    The last row of the grid zeroes gradients of tokens outside all documents, writes the cleaned copies if need be, and
+    leaves in TURNS the counts with the lists of the two passes at their start: what the forward kept is only read."""
     block = tl.program_id(0) // (128 // ROWS)
     head = tl.program_id(1)
     if head == hq:
-        if tl.program_id(0) == 0:  # the two passes of the backward start their lists
-            tl.store(COUNTS + 8, 0)
-            tl.store(COUNTS + 9, 0)
+        if tl.program_id(0) == 0:
+            word = tl.arange(0, 16)
+            tl.store(TURNS + word, tl.where(word < 7, tl.load(COUNTS + word), 0))
         token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         if tl.load(COUNTS + 2) != 0:
             _clean(Q, Q_CLEAN, token, q_rows, hq, q_stride_t, q_stride_h, D)

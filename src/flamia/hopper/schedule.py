@@ -18,74 +18,59 @@ corrupted `cu_seqlens` may give nonsense, but no access leaves a buffer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flamia.packing import Documents
+from flamia.saved import BLOCK, BUCKETS, RECORD
 
-BLOCK = 128  # document-local positions of a block, queries and keys alike
-RECORD = 16  # words of an item
-BUCKETS = 1024  # of the counting sort
 OPEN = 1 << 29  # an open side of a window
 
 # words of a record; "own" is the side that the item's block lies on, "other" the side it walks along
 ROW, VALID, PAD, POSITION, OTHER_PAD, OTHER_LENGTH, FIRST, END, OTHER_ROW, SHIFT = (tl.constexpr(i) for i in range(10))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Device tables of one call. All int32.
+class Plan(NamedTuple):
+    """Device tables of one call. All int32, flat.
 
-    q_blocks, k_blocks: (capacity, 16) records in the order of the padded buffers (ROW, VALID, PAD and POSITION are set):
-        what the encoders walk along.
+    q_blocks, k_blocks: a record of 16 words per block, in the order of the padded buffers (ROW, VALID, PAD and POSITION
+        are set): what the encoders walk along.
     q_items, k_items: the same blocks, longest first, for the attention kernels.
+    scratch: the histogram of the sort; `counts` and the documents' tables follow it in memory.
     counts: (16,) query blocks, key blocks, a flag (some token is not finite), the first row and the end of the documents
         on the query side and on the key side, then how many items the three attention kernels have given out
     """
 
-    documents: Documents
     q_blocks: Tensor
     k_blocks: Tensor
     q_items: Tensor
     k_items: Tensor
+    scratch: Tensor
     counts: Tensor
-    q_step: int
-
-    @property
-    def q_capacity(self) -> int:
-        return self.q_items.shape[0]
-
-    @property
-    def k_capacity(self) -> int:
-        return self.k_items.shape[0]
+    tables: Tensor
+    q_capacity: int
+    k_capacity: int
 
 
-def capacity(rows: int, documents: int) -> int:
-    """The most blocks of 128 that `documents` documents with `rows` rows together can have."""
-    return rows // BLOCK + min(documents, rows)
+def tables(words: Tensor, sizes: Sequence[int]) -> Plan:
+    """The parts of `words` (flamia/saved.py has the sizes), written or yet to be written."""
+    return Plan(*words.split(sizes), sizes[0] // RECORD, sizes[1] // RECORD)
 
 
-def plan(documents: Documents, q_rows: int, k_rows: int, q_step: int = 64) -> Plan:
-    """Lay out one call. q_step: queries in one step of the dK/dV pass."""
-    count = documents.cu_q.numel() - 1
-    device = documents.cu_q.device
-    cap_q, cap_k = capacity(q_rows, count), capacity(k_rows, count)
-    records = torch.empty(2 * (cap_q + cap_k), RECORD, dtype=torch.int32, device=device)
-    # histogram, counts, documents' first padded blocks
-    scratch = torch.empty(2 * BUCKETS + 16 + 6 * (count + 1), dtype=torch.int32, device=device)
+def lay_out(plan: Plan, documents: Documents, q_rows: int, k_rows: int, q_step: int = 64) -> None:
+    """Write the tables of one call. q_step: queries in one step of the dK/dV pass."""
     left = OPEN if documents.left is None else min(documents.left, OPEN)
     right = OPEN if documents.right is None else min(documents.right, OPEN)
-    q_blocks, k_blocks, q_items, k_items = records.split([cap_q, cap_k, cap_q, cap_k])
+    cap_q, cap_k = plan.q_capacity, plan.k_capacity
     schedule_kernel[(1,)](
-        documents.cu_q, documents.cu_k, scratch, q_blocks, k_blocks, q_items, k_items, count, q_rows, k_rows, cap_q,
-        cap_k, left, right, Q_STEP=q_step, SHIFT_Q=_shift(cap_k), SHIFT_K=_shift(cap_q * (BLOCK // q_step)), CHUNK=1024,
-        num_warps=8,
+        documents.cu_q, documents.cu_k, plan.scratch, plan.q_blocks, plan.k_blocks, plan.q_items, plan.k_items,
+        documents.cu_q.numel() - 1, q_rows, k_rows, cap_q, cap_k, left, right, Q_STEP=q_step, SHIFT_Q=_shift(cap_k),
+        SHIFT_K=_shift(cap_q * (BLOCK // q_step)), CHUNK=1024, num_warps=8,
     )  # fmt: skip
-    return Plan(documents, q_blocks, k_blocks, q_items, k_items, scratch[2 * BUCKETS : 2 * BUCKETS + 16], q_step)
 
 
 def _shift(longest: int) -> int:
