@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 def tables(words: Tensor, sizes: Sequence[int]) -> Plan:
     """The parts of `words` (flamia/saved.py has the sizes), written or yet to be written."""
-    return Plan(*words.split(sizes), sizes[0] // RECORD, sizes[1] // RECORD)
+    return Plan(*words.split_with_sizes(sizes), sizes[0] // RECORD, sizes[1] // RECORD)
 
 
 def lay_out(plan: Plan, documents: Documents, q_rows: int, k_rows: int, q_step: int = 64) -> None:
