@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -69,8 +70,10 @@ def names_of(fn: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def named(fn: Callable[..., Any], names: dict[str, Any], **extra: Any) -> Call:
-    """A call that fills whatever parameters ``fn`` names; what it is asked and does not name is refused."""
+def named(fn: Callable[..., Any], names: dict[str, Any], by_torch: bool = False, **extra: Any) -> Call:
+    """A call that fills whatever parameters ``fn`` names; what it is asked and does not name is refused. ``by_torch``:
+    of determinism it is told by ``torch.use_deterministic_algorithms``, which the sweep has called.
+    """
     extra = {key: value for key, value in extra.items() if key in names}
 
     def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, options: Options) -> Any:
@@ -90,7 +93,7 @@ def named(fn: Callable[..., Any], names: dict[str, Any], **extra: Any) -> Call:
             usual = names[name]
             unbounded = usual[0] if isinstance(usual, tuple) and usual[0] in (-1, None) else None
             given[name] = tuple(unbounded if side is None else side for side in options.reach)
-        if options.deterministic:
+        if options.deterministic and not by_torch:
             given[one_of({"deterministic"}, names, "determinism")] = True
         if options.lse:
             name = one_of(LSE, names, "the LSE")
@@ -126,6 +129,7 @@ def by_name(
     batched: str | None,
     dtype: tuple[torch.dtype, ...] = HALVES,
     wrap: Callable[[Call], Call] | None = None,
+    by_torch: bool = False,
     **extra: Any,
 ) -> Callable[[], tuple[Call, Axes]]:
     """A peer of the flash-attention family: its packed and its batched function in ``module``."""
@@ -134,12 +138,13 @@ def by_name(
         found = importlib.import_module(module)
         functions = {p: getattr(found, n) for p, n in (("packed", packed), ("batched", batched)) if n}
         names = {packing: names_of(fn) for packing, fn in functions.items()}
-        calls = {packing: named(fn, names[packing], **extra) for packing, fn in functions.items()}
+        calls = {packing: named(fn, names[packing], by_torch, **extra) for packing, fn in functions.items()}
 
         def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, options: Options) -> Any:
             return calls[options.packing](q, k, v, cu, options)
 
-        return wrap(call) if wrap else call, axes_of(names, (True, False), dtype)
+        axes = axes_of(names, (True, False), dtype)
+        return wrap(call) if wrap else call, replace(axes, deterministic=(False, True)) if by_torch else axes
 
     return build
 

@@ -1,9 +1,9 @@
 """The peers that are more than a function, our own recipes among them, and the list of all.
 
 torchao patches ``F.scaled_dot_product_attention`` while a module runs; Transformer Engine is a module under an autocast
-that names a recipe; the cuDNN frontend is a graph that is built for one shape. Each gets the fewest lines that reach
-it. None of the three could be run where they were written, and their ``caution`` says so: until somebody does, a
-verdict about them is also a verdict about these lines.
+that names a recipe; the cuDNN frontend is a graph that is built for one shape (``peer_cudnn``). Each gets the fewest
+lines that reach it. None of the three could be run where they were written, and their ``caution`` says so: until
+somebody does, a verdict about them is also a verdict about these lines.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .peer_calls import HALVES, NEVER, by_name, flex, function, interpreted, parts, sdpa
+from .peer_cudnn import cudnn_fp8
 from .peer_report import PeerAudit, audit_peers
 from .peers import Axes, Call, Options, Peer, choose
 
@@ -90,45 +91,6 @@ def transformer_engine(recipe: str | None) -> Callable[[], tuple[Call, Axes]]:
     return build
 
 
-def cudnn_fp8() -> tuple[Call, Axes]:
-    """The dense E4M3 forward of the cuDNN frontend. Its scales come from the caller; all are 1 here, so whatever moves
-    was moved by the kernel.
-    """
-    cudnn: Any = importlib.import_module("cudnn")
-
-    def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, options: Options) -> Any:
-        handle = cudnn.create_handle()
-        e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
-        graph = cudnn.pygraph(
-            io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle
-        )  # fmt: skip
-        operands = {
-            name: x.detach().clamp(-448, 448).to(torch.float8_e4m3fn).transpose(1, 2)
-            for name, x in (("q", q), ("k", k), ("v", v))
-        }
-        ones = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
-        given = operands | {name: torch.ones(1, 1, 1, 1, device=q.device) for name in ones}
-        asked = {
-            name: graph.tensor(
-                name=name, dim=list(x.shape), stride=list(x.stride()), data_type=e4m3 if name in operands else fp32
-            )
-            for name, x in given.items()
-        }
-        o, _, amax_s, amax_o = graph.sdpa_fp8(
-            **asked, generate_stats=False, attn_scale=q.shape[-1] ** -0.5, use_causal_mask=options.causal, name="sdpa"
-        )
-        out = torch.empty_like(operands["q"])
-        o.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride())).set_data_type(e4m3)
-        for amax in (amax_s, amax_o):
-            amax.set_output(False).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
-        graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q.device)
-        graph.execute({asked[name]: x for name, x in given.items()} | {o: out}, workspace, handle=handle)
-        return out.transpose(1, 2).to(q.dtype)
-
-    return call, Axes(packing=("batched",), windowed=(False,), dtype=(torch.bfloat16,))
-
-
 def own(recipe: str) -> Peer:
     """One of this library's recipes, held to what that recipe promises."""
     from flamia.recipe import Recipe
@@ -163,15 +125,19 @@ def peers() -> list[Peer]:
     }  # fmt: skip
     dense, varlen = "flash_attn_func", "flash_attn_varlen_func"
     return [
-        *(Peer(f"sdpa:{name}", f"F.scaled_dot_product_attention, {name}", sdpa(b)) for name, b in backends.items()),
-        Peer("varlen", "torch.nn.attention.varlen", by_name("torch.nn.attention.varlen", "varlen_attn", None)),
-        Peer("flex:eager", "flex_attention, eager", flex(False)),
-        Peer("flex:compiled", "flex_attention, compiled", flex(True), on_request=True,
+        *(Peer(f"sdpa:{name}", f"F.scaled_dot_product_attention, {name}", sdpa(b), square=name == "math")
+          for name, b in backends.items()),
+        Peer("varlen", "torch.nn.attention.varlen", by_name("torch.nn.attention.varlen", "varlen_attn", None, by_torch=True)),
+        Peer("flex:eager", "flex_attention, eager", flex(False), square=True),
+        Peer("flex:compiled", "flex_attention, compiled", flex(True), on_request=True, square=True,
              caution="every shape is compiled anew, which takes seconds to half a minute of a CPU"),
         Peer("flash:2", "flash-attn 2", by_name("flash_attn", varlen, dense), "flash-attn", 64, NEVER),
         Peer("flash:3", "flash-attn 3", by_name("flash_attn_interface", varlen, dense), "flash-attn-3", 64, NEVER),
         Peer("flash:4", "flash-attn 4", by_name("flash_attn.cute", varlen, dense), "flash-attn-4", 64, NEVER),
-        Peer("cudnn:fp8", "cuDNN frontend, dense E4M3 forward", cudnn_fp8, "nvidia-cudnn-frontend", 64, NEVER),
+        Peer("cudnn:fp8", "cuDNN frontend, dense E4M3, constant scales", cudnn_fp8(False), "nvidia-cudnn-frontend", 128,
+             NEVER),
+        Peer("cudnn:fp8-current", "cuDNN frontend, dense E4M3, scales from each tensor's largest entry", cudnn_fp8(True),
+             "nvidia-cudnn-frontend", 128, NEVER),
         *(Peer(f"te:{name}", f"Transformer Engine, {recipe or '16 bits'}", transformer_engine(recipe),
                "transformer-engine", 64, NEVER)
           for name, recipe in (("delayed", "DelayedScaling"), ("current", "Float8CurrentScaling"),

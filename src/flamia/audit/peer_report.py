@@ -161,19 +161,7 @@ class PeerAudit:
                 | {"sets": len(self.of(p.name)), "verdicts": dict(Counter(r.verdict for r in self.of(p.name)))}
                 for p in self.peers
             ],
-            "rows": [
-                {
-                    "target": r.peer,
-                    "options": r.options.as_dict(),
-                    "verdict": r.verdict,
-                    "moved": moved(r),
-                    "error": r.error,
-                    "refused": r.refused,
-                    "gradients": r.gradients,
-                    "report": r.report.to_dict() if r.report else None,
-                }
-                for r in self.rows
-            ],
+            "rows": [row_dict(r) for r in self.rows],
         }
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -189,6 +177,20 @@ class PeerAudit:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+
+def row_dict(row: PeerRow) -> dict[str, Any]:
+    """One row of the JSON above."""
+    return {
+        "target": row.peer,
+        "options": row.options.as_dict(),
+        "verdict": row.verdict,
+        "moved": moved(row),
+        "error": row.error,
+        "refused": row.refused,
+        "gradients": row.gradients,
+        "report": row.report.to_dict() if row.report else None,
+    }
 
 
 def describe(peer: Peer, missing: str | None) -> dict[str, Any]:

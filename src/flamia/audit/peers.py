@@ -130,6 +130,7 @@ class Peer:
     head_dim: int = 32
     caution: str = ""  # "never run: ..." where nobody has run the adapter, or what must be known about how it ran
     on_request: bool = False  # left out of families and "all"
+    square: bool = False  # its memory grows with the square of the length
     promises: Callable[[Options], frozenset[str]] | None = None  # None: the default contracts
 
     @property
@@ -213,7 +214,8 @@ def probe(fn: Callable[..., Any], options: Options, head_dim: int, effort: str, 
                 said = own_words(error)
             else:
                 size = difference(got, base, options.reach)
-                return PeerRow("", options, gradients=None if backward else words[0], error=size)
+                lost = next((note for note in target.notes if note.startswith("gradients: ")), None)
+                return PeerRow("", options, gradients=lost if backward else words[0], error=size)
         words.append(said)  # about the plainest packing
     same = words[0] == words[1]
     return PeerRow("", options, refused=words[0] if same else f"{words[0]}; without gradients: {words[1]}")
