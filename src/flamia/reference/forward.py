@@ -28,7 +28,13 @@ def forward(
     there; and the remainder of O that its rounding lost, in q's dtype, empty unless recipe.delta is "compensated".
     Without rounding, o and lse are float64.
     """
-    problem = Problem(q, k, v, None, documents, recipe, scale)
+    return solve(Problem(q, k, v, None, documents, recipe, scale))
+
+
+def solve(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """`forward` of a call whose operands are encoded already, or will be when they are read."""
+    recipe = problem.recipe
+    q, v = problem.tensors["q"], problem.tensors["v"]
     wide = not recipe.rounding
     o = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64 if wide else q.dtype)
     residual = torch.zeros_like(o) if recipe.delta == "compensated" else o.new_zeros(0)

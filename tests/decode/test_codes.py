@@ -1,0 +1,103 @@
+"""Operands as bytes: nothing is lost on the way, and what 16 bits hold of them encodes to the same values again."""
+
+import pytest
+import torch
+from helpers import offsets, same_bits
+
+from flamia.codes import bytes_per_token, pack, parts, token_values, unpack
+from flamia.formats import E4M3, decode
+from flamia.packing import Documents
+from flamia.quantize import quantize
+
+CELLS = ("e4m3:token", "e4m3:block", "nvfp4:feature16", "nvfp4:stripe16")
+
+
+def rows(tokens, dim, size, dtype=torch.bfloat16, seed=0):
+    """Tokens of very different magnitudes, whole groups of zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 2, dim, generator=generator, dtype=torch.float64)
+    x = x * torch.randn(tokens, 2, 1, generator=generator, dtype=torch.float64).mul(3).exp() * size
+    x[33:70] = 0
+    x[128:] *= torch.rand(max(tokens - 128, 0), 2, 1, generator=generator) < 0.3
+    x = x.to(dtype)
+    return torch.where(x.isfinite(), x, 0)
+
+
+def encoded(x, cell, rule="ceil"):
+    cu = offsets([len(x)])
+    return quantize(x, cell, Documents(cu, cu, None, 0), "k", rule)
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-133, 2.0**-120, 2.0**100])
+@pytest.mark.parametrize("dim", [32, 17])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_round_trip_keeps_everything(cell, dim, size):
+    for tokens in (0, 1, 31, 300):
+        for rule in ("ceil", "floor") if cell.startswith("e4m3") else ("ceil",):
+            x = encoded(rows(tokens, dim, size), cell, rule)
+            packed = pack(x, cell, 128)
+            for part, layout in zip(packed, parts(cell, dim, 128), strict=True):
+                assert part.dtype == torch.uint8 and part.shape == (-(-tokens // layout.rows), 2, layout.width)
+            back, bad = unpack(packed, cell, dim, 128)
+            assert not bad.any() and torch.equal(back.values, x.values) and torch.equal(back.units, x.units)
+            if x.exponent is not None:
+                assert torch.equal(back.exponent, x.exponent) and torch.equal(back.nonzero, x.nonzero)
+
+
+@pytest.mark.parametrize("cell", CELLS[:3])
+def test_marked_tokens_are_found_again_and_no_others(cell):
+    x = rows(100, 32, 1.0)
+    bad = torch.rand(100, 2, generator=torch.Generator().manual_seed(1)) < 0.2
+    x[bad] = 0
+    back, found = unpack(pack(encoded(x, cell), cell, 128, bad), cell, 32, 128)
+    assert torch.equal(found, bad) and torch.equal(back.values, encoded(x, cell).values)
+
+
+def test_real_sizes():
+    assert [bytes_per_token(cell, 128, 128) for cell in CELLS] == [129, 128 + 1 / 32, 64 + 8 + 1, 64 + 8 + 1 / 128]
+    for cell in CELLS:
+        packed = pack(encoded(rows(256, 64, 1.0), cell), cell, 128)
+        assert sum(part.numel() for part in packed) == 256 * 2 * bytes_per_token(cell, 64, 128)
+
+
+def reencoded(x, dtype):
+    """(decoded values of x, the values after encoding those again)."""
+    first = encoded(x, "e4m3:token")
+    codes, scales = pack(first, "e4m3:token", 128)
+    values = token_values(codes, scales, dtype)
+    return first, values, encoded(values, "e4m3:token")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoded_tokens_encode_to_themselves(dtype):
+    for size in (1.0, 2.0**-20, 2.0**-120, 2.0**-133):
+        first, values, second = reencoded(rows(300, 64, size, dtype), dtype)
+        assert torch.equal(values.double(), first.values) and torch.equal(second.values, first.values)
+
+
+def test_decoded_tokens_encode_to_themselves_at_every_boundary():
+    """Every bfloat16 significand as the largest element, beside every E4M3 value as the other: 448 rounds down to 224 units,
+    where the scale halves, and small codes are subnormal."""
+    largest = 1 + torch.arange(128, dtype=torch.float64) / 128
+    other = decode(torch.arange(0x7F), E4M3, torch.float64)
+    x = torch.stack(torch.broadcast_tensors(largest[:, None] * 256, other[None, :] * 0.7), -1).flatten(0, 1)[:, None]
+    halved = 0
+    for exponent in (-133, -120, -9, 0, 110):
+        first, values, second = reencoded((x * 2.0**exponent).bfloat16(), torch.bfloat16)
+        assert torch.equal(values.double(), first.values) and torch.equal(second.values, first.values)
+        halved += int((second.exponent < first.exponent).sum())
+    assert halved  # the case is there
+
+
+def test_the_top_of_the_16_bit_format_is_the_exception():
+    _, values, _ = reencoded(torch.full((1, 1, 2), 3.38e38, dtype=torch.bfloat16), torch.bfloat16)
+    assert values.isinf().all()
+    first, values, _ = reencoded(torch.full((1, 1, 2), 3.2e38, dtype=torch.bfloat16), torch.bfloat16)
+    assert torch.equal(values.double(), first.values)
+
+
+def test_marks_survive_in_16_bits():
+    x = rows(3, 32, 1.0)
+    bad = torch.tensor([[True, False], [False, False], [False, True]])
+    values = token_values(*pack(encoded(x, "e4m3:token"), "e4m3:token", 128, bad), torch.bfloat16)
+    assert torch.equal(values.isnan().all(-1), bad) and same_bits(values[1], values[1])

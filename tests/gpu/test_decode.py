@@ -1,0 +1,66 @@
+"""Decoding on a card: the kernels read decoded codes, which encode to themselves, so the bits are those of the whole call.
+
+The bound is zero: a decoded value is the value that the kernel reads in the whole call, and scales of two that a new
+encoding may exchange between a code and its factor leave every product and sum as it is.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
+
+import flamia
+
+LENGTHS = (1000, 1, 300, 129, 513)
+
+
+def offsets(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+
+def inputs(dim, heads=(4, 2)):
+    torch.manual_seed(dim)
+    q, k, v = (torch.randn(sum(LENGTHS), h, dim, device="cuda") for h in (heads[0], heads[1], heads[1]))
+    size = torch.exp2(torch.randint(-3, 4, (2, sum(LENGTHS), 1, 1), device="cuda"))
+    return q.bfloat16(), (k * size[0]).bfloat16(), (v * size[1]).bfloat16()
+
+
+@pytest.mark.parametrize("window", [None, (200, 0), (31, 0)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_decoding_is_training(dim, window):
+    q, k, v = inputs(dim)
+    k[77, 0, 3], v[1100, 1, 0] = torch.nan, torch.inf
+    o, lse = flamia.attention_varlen(q, k, v, offsets(LENGTHS), causal=True, window=window, return_lse=True)
+    cache = flamia.KVCache(len(LENGTHS), 2, dim, window=window, rollback=8, device="cuda")
+    starts, sizes = offsets(LENGTHS).tolist(), itertools.cycle([1, 64, 1, 130, 2, 257])
+    while cache.lengths != LENGTHS:
+        take = [min(next(sizes), full - now) for full, now in zip(LENGTHS, cache.lengths)]
+        rows = torch.cat([torch.arange(s + at, s + at + n) for s, at, n in zip(starts, cache.lengths, take)]).cuda()
+        got, got_lse = flamia.decode(q[rows], k[rows], v[rows], cache, offsets(take), return_lse=True)
+        for x, y in ((got, o[rows]), (got_lse, lse[:, rows])):
+            assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
+    assert cache.bytes_per_token == 2 * 2 * (dim + 1)
+
+
+def test_one_token_each_and_rollback():
+    q, k, v = inputs(128)
+    cache = flamia.KVCache(2, 2, 128, rollback=4, device="cuda")
+    prompt = offsets([300, 300])
+    o = flamia.attention_varlen(q[:602], k[:602], v[:602], offsets([301, 301]), causal=True)
+    first = torch.cat([torch.arange(300), torch.arange(301, 601)]).cuda()
+    cache.append(k[first], v[first], prompt)
+    flamia.decode(q[700:702], k[700:702], v[700:702], cache)
+    cache.truncate([300, 300])
+    last = torch.tensor([300, 601], device="cuda")
+    assert torch.equal(flamia.decode(q[last], k[last], v[last], cache), o[last])
+
+
+def test_other_recipes_need_the_reference():
+    q, k, v = (x[:2] for x in inputs(128))
+    cache = flamia.KVCache(2, 2, 128, recipe="mxfp8/strict", device="cuda")
+    with pytest.raises(flamia.UnsupportedError, match="backend='reference'"):
+        flamia.decode(q, k, v, cache)
+    assert flamia.decode(q, k, v, cache, backend="reference").shape == q.shape
