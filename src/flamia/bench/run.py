@@ -1,11 +1,11 @@
-"""Time attention on packed workloads: interleaved rounds, medians, ratios round by round.
+"""Time our attention beside others', workload by workload.
 
-    python -m flamia.bench.run --contenders hopper,fa4 --workloads 4x4096,1x16384 --rounds 9
+    python -m flamia.bench.run --workloads packed,ragged,grouped --contenders flamia,flash-attn-4 --seconds 140 --out out/bench
+    python -m flamia.bench.run --plot out/bench.json
 
-A figure is one call between two CUDA events, the stream drained before it (`--calls n`: n calls between the events,
-divided by n, so that what the host does for one call hides behind the work of another, as in training). In a round every
-contender runs once; the ratio is taken within the round, so that a card that slows down slows both. The last contender is
-the one that the others are divided into.
+Needs torch and Triton; peers are those that this machine has. Before anything is timed, everybody's sums are checked on
+the same tensors (checks.py). If ours are wrong there is no report, only what is wrong; a peer whose sums are wrong is
+timed all the same, marked as ineligible with the figure, and counts in no mean.
 """
 
 from __future__ import annotations
@@ -13,78 +13,153 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from .peers import CONTENDERS
-from .workloads import WORKLOADS, Workload
+from . import checks, report, timing
+from .peers import CONTENDERS, OURS, Contender, Inputs, Refused
+from .workloads import Workload, chosen
+
+DEFAULT = "packed,ragged,grouped"
+KINDS = {"forward": 1.0, "train": 3.5}
+"""What is timed of each contender, in units of the forward's FLOPs."""
 
 
-def timed(fn: Callable[[], object], calls: int) -> float:
-    """Milliseconds of one call."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(calls):
-        fn()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
+class WrongSums(Exception):
+    """Our own results fail their check: no figure of speed is worth telling."""
 
 
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+def measure(
+    workload: Workload,
+    names: Sequence[str],
+    rounds: int,
+    seconds: float,
+    device: str = "cuda",
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Check and time the contenders on one workload. seconds: for the rounds alone."""
+    started = time.monotonic()
+    inputs = workload.inputs(device)
+    row: dict[str, Any] = {"name": workload.name, "group": workload.group, "tokens": workload.tokens}
+    row |= {"documents": len(workload.lengths), "longest": max(workload.lengths), "causal": workload.causal}
+    row |= {"heads": workload.heads, "kv_heads": workload.kv_heads, "dim": workload.dim}
+    row |= {"contenders": {}, "refused": {}, "ratios": {}}
+    timed: dict[str, dict[str, timing.Timed]] = {}
+    for name in names:
+        begun = time.monotonic()
+        try:
+            entry, calls = _prepare(name, workload, inputs)
+        except Exception as error:  # a peer may fail in any way it likes; we may not
+            if name == OURS:
+                raise
+            row["refused"][name] = _first_line(error)
+            timing.release()
+            continue
+        row["contenders"][name], timed[name] = entry, calls
+        say(f"{workload.name}: {name} ready after {time.monotonic() - begun:.1f} s")
+    everything = [call for calls in timed.values() for call in calls.values()]
+    row["rounds"] = timing.interleave(everything, rounds, seconds)
+    for name, calls in timed.items():
+        for kind, call in calls.items():
+            tflops = KINDS[kind] * workload.forward_flops / call.median * 1e-9
+            row["contenders"][name][kind] = {"ms": call.median, "tflops": tflops, "how": call.how, "samples": call.ms}
+            if name != OURS and OURS in timed:
+                ratios = [theirs / own for theirs, own in zip(call.ms, timed[OURS][kind].ms)]
+                spread = [min(ratios), statistics.median(ratios), max(ratios)]
+                row["ratios"].setdefault(name, {})[kind] = spread
+    row["seconds"] = time.monotonic() - started
+    return row
 
 
-def measure(workload: Workload, names: list[str], rounds: int, calls: int) -> dict:
-    q, k, v, do, cu = workload.inputs()
-    contenders = [CONTENDERS[name](q, k, v, do, cu, max(workload.lengths)) for name in names]
-    result: dict = {"workload": workload.name, "tokens": workload.tokens, "contenders": [c.name for c in contenders]}
-    for kind, factor in (("forward", 1.0), ("train", 3.5)):
-        fns = [getattr(c, kind) for c in contenders]
-        for fn in fns:
-            fn(), fn()
-        times = [[timed(fn, calls) for fn in fns] for _ in range(rounds)]
-        ms = [statistics.median(column) for column in zip(*times)]
-        ratios = [sorted(row[-1] / row[i] for row in times) for i in range(len(fns) - 1)]
-        result[kind] = {
-            "ms": ms,
-            "tflops": [factor * workload.forward_flops / t * 1e-9 for t in ms],
-            "ratio": [[r[0], statistics.median(r), r[-1]] for r in ratios],
-        }
-    return result
+def _prepare(name: str, workload: Workload, inputs: Inputs) -> tuple[dict[str, Any], dict[str, timing.Timed]]:
+    """Build a contender, check it, measure its memory, capture its calls."""
+    contender: Contender = CONTENDERS[name](workload, inputs)
+    verdict = checks.check(contender, workload, inputs)
+    if name == OURS and verdict.faults:
+        raise WrongSums(f"{workload.name}: {'; '.join(verdict.faults)}")
+    entry: dict[str, Any] = {"label": contender.name, "inside": contender.inside, "check": verdict.to_dict()}
+    entry |= {"eligible": not verdict.faults, "peak_bytes": timing.peak(contender.train)}
+    return entry, {kind: timing.capture(getattr(contender, kind)) for kind in KINDS}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", default="hopper,graph,fa4", help=", ".join(CONTENDERS))
-    parser.add_argument("--workloads", default=";".join(WORKLOADS), help="names, separated by semicolons")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=1)
-    parser.add_argument("--json", help="write the figures to this file too")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("flamia.bench.run times kernels on a GPU; this machine has none that torch can see")
-    names = options.contenders.split(",")
-    print(
-        f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit()}, calls per figure {options.calls}"
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removeprefix("Refused: ")
+
+
+def bench(
+    workloads: Sequence[Workload],
+    names: Sequence[str],
+    rounds: int = 9,
+    seconds: float = 600.0,
+    device: str = "cuda",
+    commit: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """A whole report as plain values. Raises WrongSums, and then there is none.
+
+    seconds: for everything, compilation and checks included. No workload is begun after them; those are listed.
+    """
+    for name in names:
+        if name not in CONTENDERS:
+            raise ValueError(f"contender {name!r} is not known: take {', '.join(CONTENDERS)}")
+    started = time.monotonic()
+    found: dict[str, Any] = report.surroundings(device, commit)
+    found |= {"settings": {"rounds": rounds, "seconds": seconds, "contenders": list(names)}, "workloads": []}
+    left = list(workloads)
+    while left and (remaining := seconds - (time.monotonic() - started)) > 0:
+        row = measure(left[0], names, rounds, remaining / len(left) / 2, device, say)
+        timing.release()
+        found["workloads"].append(row)
+        say(report.lines(row))
+        left.pop(0)
+    found["not_run"] = [w.name for w in left]
+    found["seconds"] = time.monotonic() - started
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="flamia bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    results = []
-    for name in options.workloads.split(";"):
-        result = measure(WORKLOADS[name], names, options.rounds, options.calls)
-        results.append(result)
-        for kind in ("forward", "train"):
-            row = result[kind]
-            cells = [f"{c} {ms:.3f} ms {tf:.0f}" for c, ms, tf in zip(names, row["ms"], row["tflops"])]
-            ratio = [f"{c} {low:.3f}/{mid:.3f}/{high:.3f}" for c, (low, mid, high) in zip(names, row["ratio"])]
-            print(f"{name:20s} {kind:8s} {' | '.join(cells)} | ratio {', '.join(ratio)}", flush=True)
-    if options.json:
-        with open(options.json, "w") as stream:
-            json.dump(results, stream, indent=1)
+    made.add_argument("--workloads", default=DEFAULT, help="names or groups, separated by commas, or all")
+    made.add_argument(
+        "--contenders", default=",".join(CONTENDERS), help="separated by commas; default: all that are here"
+    )
+    made.add_argument("--rounds", type=int, default=9, help="at most; three are always run")
+    made.add_argument("--seconds", type=float, default=600.0, help="for everything, compilation included")
+    made.add_argument("--out", default="out/bench", help="writes OUT.json, OUT.csv and, with matplotlib, OUT.png")
+    made.add_argument("--commit", help="what to call this version, where git is not at hand")
+    made.add_argument("--plot", metavar="JSON", help="draw an earlier report and time nothing")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    if options.plot:
+        source = Path(options.plot)
+        print(report.plot(json.loads(source.read_text(encoding="utf-8")), source.with_suffix(".png")))
+        return
+    if not torch.cuda.is_available():
+        sys.exit("flamia bench times kernels on a GPU; this machine has none that torch can see")
+    try:
+        workloads = chosen([name.strip() for name in options.workloads.split(",")])
+        names = [name.strip() for name in options.contenders.split(",")]
+        found = bench(
+            workloads, names, options.rounds, options.seconds, commit=options.commit,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )  # fmt: skip
+    except WrongSums as error:
+        sys.exit(f"flamia bench refuses to report: our own results are wrong. {error}")
+    except (Refused, ValueError) as error:
+        sys.exit(f"flamia bench: {error}")
+    print(report.text(found))
+    for path in report.write(found, Path(options.out)):
+        print(path)
 
 
 if __name__ == "__main__":

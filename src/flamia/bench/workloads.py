@@ -1,11 +1,19 @@
-"""What is timed: packed causal self-attention of documents, and how much arithmetic it is by convention.
+"""What is timed: self-attention over packed documents, and how much arithmetic it is by convention.
 
-FLOP convention (causal work only, whatever a kernel really multiplies): forward `2 D Hq sum L (L + 1)`, backward 2.5
-times that, a training call 3.5 times.
+FLOP convention (visible pairs only, whatever a kernel really multiplies): forward `2 D Hq sum L (L + 1)` where causal,
+`4 D Hq sum L^2` where not; backward 2.5 times that, a training call 3.5 times.
+
+Four groups. `packed` are nine causal packs of 16,384 to 65,536 tokens. `ragged` is what a loader makes of real texts:
+lengths log-uniform from 16 to 16,384, so that documents start anywhere. `grouped` has eight query heads to a key head.
+`dense` are batches of equal lengths, for peers that take nothing else; equal lengths of other groups are given to
+them, too.
 """
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +27,22 @@ class Workload:
     heads: int = 16
     kv_heads: int = 16
     dim: int = 128
+    causal: bool = True
+    group: str = "packed"
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
 
     @property
+    def batch(self) -> tuple[int, int] | None:
+        """(documents, length) where all are equally long, else None."""
+        return (len(self.lengths), self.lengths[0]) if len(set(self.lengths)) == 1 else None
+
+    @property
     def forward_flops(self) -> int:
-        return 2 * self.dim * self.heads * sum(n * (n + 1) for n in self.lengths)
+        pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        return 4 * self.dim * self.heads * pairs
 
     def inputs(self, device: str = "cuda", seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, dO (tokens, heads, dim) bfloat16 and cu_seqlens."""
@@ -37,17 +53,43 @@ class Workload:
         return q, k, v, do, cu
 
 
+def log_uniform(tokens: int, low: int, high: int, seed: int) -> tuple[int, ...]:
+    """Lengths that add up to `tokens`, the last one cut."""
+    draw = random.Random(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(round(math.exp(draw.uniform(math.log(low), math.log(high)))))
+    return (*lengths[:-1], lengths[-1] - (sum(lengths) - tokens))
+
+
 WORKLOADS = {
     w.name: w
     for w in (
         Workload("4x4096", (4096,) * 4),
         Workload("1x16384", (16384,)),
-        Workload("1x16384, 16/4 heads", (16384,), kv_heads=4),
+        Workload("1x16384 16/4", (16384,), kv_heads=4),
         Workload("2x16384", (16384,) * 2),
         Workload("1x32768", (32768,)),
         Workload("16x4096", (4096,) * 16),
-        Workload("8192 + 224x256", (8192,) + (256,) * 224),
+        Workload("8192+224x256", (8192,) + (256,) * 224),
         Workload("64x1024", (1024,) * 64),
         Workload("1x65536", (65536,)),
+        Workload("log-uniform", log_uniform(65536, 16, 16384, seed=0), group="ragged"),
+        Workload("4x4096 64/8", (4096,) * 4, heads=64, kv_heads=8, group="grouped"),
+        Workload("dense 4x8192", (8192,) * 4, group="dense"),
+        Workload("dense 4x4096 open", (4096,) * 4, causal=False, group="dense"),
+        Workload("dense 8x2048 D=64", (2048,) * 8, heads=32, kv_heads=32, dim=64, group="dense"),
     )
 }
+GROUPS = tuple(dict.fromkeys(w.group for w in WORKLOADS.values()))
+
+
+def chosen(names: Sequence[str]) -> list[Workload]:
+    """Workloads by name or by group; "all" is every one."""
+    found: dict[str, Workload] = {}
+    for name in names:
+        some = [w for w in WORKLOADS.values() if name in (w.name, w.group, "all")]
+        if not some:
+            raise ValueError(f"workload {name!r} is not known: take {', '.join((*WORKLOADS, *GROUPS, 'all'))}")
+        found |= {w.name: w for w in some}
+    return list(found.values())
