@@ -11,7 +11,7 @@ document begins. This attention knows documents and windows, so here the one is 
 
 * The mask function asks transformers' function at the edges only, four pairs for a query: its own key, the next one, and
   the first that it should see and the one before. That tells a causal mask, with or without a window, from everything
-  else (chunks, bidirectional blocks of an image, encoders), and finds the starts of packed documents on the way. What
+  else (bidirectional blocks of an image, encoders), and finds the starts of documents, packed or chunked, on the way. What
   it cannot honour raises there.
 * What it returns is one int16 for each key, `(batch, 1, 1, keys)`, of which STARTS, IS_QUERY and PADDING are bits; with a
   window the second axis has two entries, so that the kind of a mask is known from its shape, without reading a value.
@@ -115,7 +115,7 @@ def mask(
     wait: bool = True,
     **others: object,
 ) -> Tensor:
-    """What transformers calls to build a mask; `local_size` is the window (a query sees that many keys, itself included).
+    """What transformers calls to build a mask; with a window a query sees `local_size` keys, its own included.
 
     `wait`: look at once whether the mask can be honoured, though the host then waits for the device.
     """
@@ -127,15 +127,13 @@ def mask(
             f"this model adds its own mask function to the causal mask (or_mask_function, and_mask_function), which "
             f"cannot be told to be documents and windows; {WAY_OUT}"
         )
-    if local_size is not None and config is not None and local_size != getattr(config, "sliding_window", None):
-        raise UnsupportedError(
-            f"a local mask of {local_size} tokens that is not config.sliding_window (chunked attention?); {WAY_OUT}"
-        )
+    # a local mask is a window or chunks; chunks are documents, as long as all their tokens are in this call
+    window = local_size if local_size == getattr(config, "sliding_window", None) else None
     key = torch.arange(kv_length, device=device)[None]
     first = q_offset - kv_offset  # the key beside the first query
     is_query = ((key >= first) & (key < first + q_length)).expand(batch_size, -1)
     query = torch.arange(q_length, device=device)[None] + q_offset
-    starts, honoured = _probe(mask_function, batch_size, query, kv_offset, kv_length, local_size)
+    starts, honoured = _probe(mask_function, batch_size, query, kv_offset, kv_length, window)
     bits = is_query * IS_QUERY + _spread(starts, is_query) * STARTS
     bits = torch.where(key == 0, bits | STARTS, bits)
     bits = torch.where(key == first + q_length, bits | STARTS, bits)  # a static cache goes on behind the last query
@@ -152,7 +150,7 @@ def mask(
             wait,
         )
     bits = bits.to(MASK_DTYPE)[:, None, None]
-    return bits if local_size is None else bits.expand(-1, 2, -1, -1)
+    return bits if window is None else bits.expand(-1, 2, -1, -1)
 
 
 def _probe(
