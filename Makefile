@@ -1,5 +1,5 @@
 # make demo   a fresh machine: install, audit every preset, train three small models, write out/report.html
-# make test   everything that needs no GPU        make gpu-test, make bench   on a card
+# make test   everything that needs no GPU        make gpu-test, make sanitize, make bench   on a card
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -34,8 +34,9 @@ lint: install
 gpu-test:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
+# Beside whatever else is installed, into out/bench.json and .csv; BENCH="--contenders flamia,flash-attn-4 --seconds 140".
 bench:
-	PYTHONPATH=src $(PYTHON) -m flamia.bench.run
+	PYTHONPATH=src $(PYTHON) -m flamia.bench.run $(BENCH)
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache

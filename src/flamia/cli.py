@@ -1,13 +1,13 @@
-"""The command line: ``flamia info | audit | train | evaluate | accuracy | demo``.
+"""The command line: ``flamia info | audit | train | evaluate | accuracy | demo | bench``.
 
-Every command takes ``--json``; then standard output holds one JSON document and nothing else, while progress and
-complaints go to standard error. What flamia itself refuses is one line without a traceback and exit code 2; a bug keeps
-its traceback. ``flamia audit`` answers with its exit code: 0 clean, 1 leak, 2 could not judge.
+Every command but ``bench``, which writes files, takes ``--json``; then standard output holds one JSON document and
+nothing else, while progress and complaints go to standard error. What flamia itself refuses is one line without a
+traceback and exit code 2; a bug keeps its traceback. ``flamia audit`` answers with its exit code: 0 clean, 1 leak,
+2 could not judge.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from dataclasses import asdict
@@ -22,7 +22,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"flamia: the command line needs {error.name}: pip install 'flamia[cli]'") from None
 
-from flamia.console import Lane, MissingExtra, Progress, require
+from flamia.console import Lane, MissingExtra, Progress, emit, require
 from flamia.recipe import CONTROLS, Recipe
 
 app = typer.Typer(
@@ -56,21 +56,6 @@ def trained_text(text: str) -> str:
     from flamia.train.evaluate import TORCH
 
     return TORCH if text == TORCH else recipe_text(text)
-
-
-def emit(value: Any) -> None:
-    """One JSON document on standard output; NaN and infinity, which JSON does not know, become null."""
-    print(json.dumps(finite(value), indent=2, allow_nan=False))
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return None
-    return value
 
 
 def set_threads(threads: int) -> None:
@@ -365,6 +350,14 @@ def demo(
             print(f"{name} on real text: {text.moved} of {text.watched} earlier predictions moved")
         print(f"{found.seconds['total']:.0f} s; report: {page}")
     raise typer.Exit(found.exit_code)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Time attention beside others on this GPU, or draw an earlier report (--plot); bench --help has the options."""
+    from flamia.bench.run import main as run
+
+    run(context.args)
 
 
 def print_wide(value: Any) -> None:

@@ -2,11 +2,13 @@
 
 Progress goes to standard error, so that standard output stays what a command was asked for: bars on a terminal,
 elsewhere plain lines every few seconds and one at each end. ``require`` is how a command says which extra it needs.
+``emit`` is standard output where a program reads it.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -26,6 +28,21 @@ def require(name: str) -> ModuleType:
         if error.name != name.split(".")[0]:
             raise
         raise MissingExtra(f"this needs {error.name}, which is not installed: pip install 'flamia[cli]'") from None
+
+
+def emit(value: Any) -> None:
+    """One JSON document on standard output; NaN and infinity, which JSON does not know, become null."""
+    print(json.dumps(finite(value), indent=2, allow_nan=False))
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return None
+    return value
 
 
 @dataclass

@@ -196,14 +196,25 @@ def test_rounds_alternate_and_stop_with_the_time(monkeypatch):
     assert [timed.calls for timed in some] == [2, 2]
 
 
-def test_a_picture_of_an_earlier_report(clock, rivals, tmp_path, capsys):
+@pytest.mark.parametrize("command", [False, True], ids=["module", "command"])
+def test_a_picture_of_an_earlier_report(command, clock, rivals, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     found = run.bench([SMALL], rivals, rounds=3, device="cpu")
     source = tmp_path / "r.json"
     source.write_text(json.dumps(found))
-    run.main(["--plot", str(source)])
+    from typer.testing import CliRunner
+
+    from flamia.cli import app
+
+    if command:
+        result = CliRunner().invoke(app, ["bench", "--plot", str(source)])
+        assert result.exit_code == 0, result.output
+        said = result.output
+    else:
+        run.main(["--plot", str(source)])
+        said = capsys.readouterr().out
     picture = tmp_path / "r.png"
-    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in said
 
 
 def test_peers_that_take_no_packs_say_so():
