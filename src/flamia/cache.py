@@ -196,9 +196,8 @@ class KVCache:
                     f"and device of the model"
                 )
         k, v = k.detach(), v.detach()
-        bad_v = ~v.isfinite().all(-1, keepdim=True)
-        k = torch.where(bad_v | ~k.isfinite().all(-1, keepdim=True), torch.nan, k)  # K carries the mark of both
-        v = torch.where(bad_v, 0, v)
+        bad = ~(k.isfinite().all(-1, keepdim=True) & v.isfinite().all(-1, keepdim=True))
+        k = torch.where(bad, torch.nan, k)  # K carries the mark of both
         encoded = [spec.encode_arrivals(x, self.recipe) for spec, x in zip(self._specs, (k, v))]
         for i, (start, end) in enumerate(itertools.pairwise(offsets)):
             for operand, x, codes in zip(self._stores[i], (k, v), encoded):

@@ -70,7 +70,7 @@ def even_documents(lengths: list[int], device: torch.device) -> Documents:
 
 
 def encode_rows(spec: Spec, x: Tensor, lengths: list[int], recipe: Recipe) -> list[Tensor]:
-    """Bytes of rows (T, H, D) that begin a block; x is NaN where a token is not finite (K), or zero there (V)."""
+    """Bytes of rows (T, H, D) that begin a block."""
     quantized, bad = quantize_rows(spec, spec.full, x, lengths, recipe)
     return pack(quantized, spec.full, spec.block, bad if spec.name == "s_k" else None)
 

@@ -159,6 +159,8 @@ def test_bytes():
     assert mixed.bytes_per_token == 64 + 8 + 1 + 128 + 1 / 32
     assert KVCache(1, 8, 128, recipe="bf16").bytes_per_token == default.bf16_bytes_per_token
     assert KVCache(1, 8, 128, recipe="mxfp8/strict", window=(500, 0)).bytes_per_token == default.bf16_bytes_per_token
+    documented = {"mxfp8_scores": 2064, "mxfp8": 2048.5, "nvfp4_fp8": 1608.25}  # docs/decoding.md
+    assert {r: KVCache(1, 8, 128, recipe=f"{r}/strict").bytes_per_token for r in documented} == documented
     assert "a token takes 2064 bytes, 4096 in 16 bits" in repr(default)
 
 
