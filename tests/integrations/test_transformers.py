@@ -208,6 +208,16 @@ def test_padding_is_seen_by_nobody(kind, side):
     assert error(first[padding.bool()], eager[padding.bool()]) < 0.03
 
 
+def test_padding_without_positions():
+    net, ids, other = model("llama", STRICT), tokens(2, 50), tokens(2, 50, seed=1)
+    padding = torch.ones(2, 50, dtype=torch.long)
+    padding[1, :12] = 0
+    other[padding.bool()] = ids[padding.bool()]
+    with torch.no_grad():
+        first, second = (net(x, attention_mask=padding).logits[padding.bool()] for x in (ids, other))
+    assert torch.equal(first, second)
+
+
 def test_padding_hides_no_documents():
     """Both at once: transformers' own masks look at the padding only."""
     net, ids, other = model("llama", STRICT), tokens(1, 50), tokens(1, 50, seed=1)

@@ -109,7 +109,8 @@ def test_caches(chunks, left, window, static, told):
         padding[1, :left] = False
         dense, bits = both(window, 2, chunk, padding if told else None, cache)
         real = padding[:, done:] if told else None
-        agree(dense, bits, window, chunk, real=real)
+        where = torch.arange(done, done + chunk)[None] if told else None
+        agree(dense, bits, window, chunk, where, real=real)
         keys, _ = cache.update(*(torch.zeros(2, 2, chunk, 16) for _ in range(2)), 0)
         assert keys.shape[2] == bits.shape[-1]
         done += chunk
@@ -173,6 +174,23 @@ def test_chunks_are_documents_and_refused_where_a_cache_has_lost_their_beginning
 def test_both_sides_are_refused():
     with pytest.raises(UnsupportedError, match="not causal"):
         create_bidirectional_mask(configured(NAME), torch.zeros(1, 12, 64), None)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda q, k: (k <= q) & (k > q - 7),  # a wider window
+        lambda q, k: (k <= q) & (k > q - 3),  # a narrower one
+        lambda q, k: (k <= q) & (k > q - 5) & ((k < q) | (q == 0)),  # all but itself
+        lambda q, k: (k <= q + 1) & (k > q - 5),
+        lambda q, k: (q - k).abs() < 5,
+    ],
+)
+def test_every_edge_of_a_mask_is_looked_at(odd):
+    arguments = {"q_length": 12, "local_size": 5, "config": types.SimpleNamespace(sliding_window=5)}
+    integration.mask(1, 12, lambda b, h, q, k: (k <= q) & (k > q - 5), **arguments)
+    with pytest.raises(UnsupportedError, match="not causal attention with documents and a window"):
+        integration.mask(1, 12, lambda b, h, q, k: odd(q, k), **arguments)
 
 
 def layer(**options):
