@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test compile-oldest lint gpu-test bench clean
+.PHONY: install demo test compile-oldest lint gpu-test sanitize bench clean
 
 install: $(INSTALLED)
 
@@ -33,6 +33,10 @@ lint: install
 
 gpu-test:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+# compute-sanitizer over the kernels on small shapes: memcheck, racecheck, initcheck, synccheck.
+sanitize:
+	PYTHONPATH=src $(PYTHON) scripts/sanitize.py $(TOOLS)
 
 # Beside whatever else is installed, into out/bench.json and .csv; BENCH="--contenders flamia,flash-attn-4 --seconds 140".
 bench:

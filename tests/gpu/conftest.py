@@ -1,6 +1,33 @@
-"""Lets the tests here import `oracle`, whichever way pytest was started."""
+"""Kernels are compiled before the first test, in as many processes as there are configurations: one after another, as the
+tests would come to them, it takes most of a run. Also lets the tests here import their neighbours, whichever way pytest
+was started."""
 
+import os
 import pathlib
+import subprocess
 import sys
+import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+WORTH_IT = 10  # tests: a few of them compile what they need themselves
+
+
+def pytest_collection_finish(session):
+    here = [item for item in session.items if HERE in pathlib.Path(item.path).parents]
+    if len(here) < WORTH_IT or session.config.option.collectonly:
+        return
+    import warm
+
+    started = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    jobs = [
+        subprocess.Popen([sys.executable, str(HERE / "warm.py"), *map(str, job)], env=environment)
+        for job in warm.CONFIGURATIONS
+    ]
+    for job in jobs:  # one that fails is left to the tests, which fail for the same reason
+        try:
+            job.wait(timeout=max(1.0, 150 - (time.monotonic() - started)))
+        except subprocess.TimeoutExpired:
+            job.kill()
+    print(f"\ncompiled in {time.monotonic() - started:.0f} s")

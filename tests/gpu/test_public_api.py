@@ -7,10 +7,13 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
 
-from torch.utils.checkpoint import checkpoint
+import functools
+
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flamia
-from flamia import UnsupportedError, hopper
+from flamia import UnsupportedError, hopper, ops, saved
+from flamia.hopper import launch
 from flamia.packing import Documents
 
 RECIPE = "mxfp8_scores/strict"
@@ -143,6 +146,76 @@ def test_a_captured_graph_follows_the_offsets():
         cu.copy_(offsets)
         graph.replay()
         assert same(captured, run(*given, offsets))
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
+
+
+def test_a_training_call_encodes_once(monkeypatch):
+    """The forward saves its codes for the backward: through autograd, a compiled graph and selective checkpointing. Plain
+    checkpointing makes them twice, and a call that nobody differentiates keeps nothing."""
+    given = tensors()
+    counted = Counted(launch.encode_kernel)
+    monkeypatch.setattr(launch, "encode_kernel", counted)
+    contexts = functools.partial(create_selective_checkpoint_contexts, flamia.SAVE_OPS)
+
+    def checkpointed(*args, context_fn=None, **options):
+        more = {} if context_fn is None else {"context_fn": context_fn}
+        return checkpoint(lambda *xs: flamia.attention_varlen(*xs, **options), *args, use_reentrant=False, **more)
+
+    plain = run(*given)
+    for call, launches in (
+        (flamia.attention_varlen, 1),
+        (torch.compile(flamia.attention_varlen, fullgraph=True), 1),
+        (functools.partial(checkpointed, context_fn=contexts), 1),
+        (checkpointed, 2),
+    ):
+        counted.launches = 0
+        assert same(run(*given, call=call), plain)
+        assert counted.launches == launches, call
+
+
+def test_what_is_saved_has_the_promised_size():
+    q, k, v, do = tensors()
+    options = (-1, 0, 0.1, RECIPE, "auto", "clamped")
+    forward, backward = ops.attention_forward, ops.attention_backward
+    o, lse, residual, kept = forward(q, k, v, CU, CU, *options, -1, -1, True)
+    assert kept.shape == (saved.nbytes(720, 720, 4, 4, 2, D),)
+    assert forward(q, k, v, CU, CU, *options, -1, -1, False)[3].numel() == 0
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the rest compares memory nobody wrote
+    torch.library.opcheck(forward, (q, k, v, CU, CU, *options, -1, -1, True), test_utils=checks)
+    arguments = (do, None, q, k, None, o, lse, residual, CU, CU, *options, True, True, True, kept)
+    torch.library.opcheck(backward, arguments)
+    without = (do, None, q, k, v, *arguments[5:-1], None)
+    assert same(backward(*arguments), backward(*without))
+
+
+def test_nobody_waits_for_the_device():
+    given = tensors()
+    cases = (
+        (given, {}),
+        (given, {"window": (100, 0)}),
+        ([x.transpose(0, 1).contiguous().transpose(0, 1) for x in given], {}),
+    )
+    for xs, options in cases:
+        run(*xs, **options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for xs, options in cases:
+            run(*xs, **options)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            run(*given, check_offsets=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_zero_tokens():

@@ -1,4 +1,5 @@
-"""The Hopper kernels against an independent oracle that rounds as the route does, and the contract, bit for bit."""
+"""The Hopper kernels against an independent oracle that rounds as the route does, and what may be done to their arguments
+without changing a bit. The contract is in test_contract.py, sums over long rows in test_sums.py, codes in test_codes.py."""
 
 from __future__ import annotations
 
@@ -11,58 +12,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
 
 import oracle
+from calls import CASES, NAMES, RECIPE, error, make, offsets, run
 
 from flamia import hopper
 from flamia.packing import Documents
-from flamia.recipe import Recipe
-
-RECIPE = Recipe.strict("mxfp8_scores")
-NAMES = ("o", "lse", "dq", "dk", "dv")
-
-# lengths of queries (and of keys, where they differ), heads, D, (left, right)
-CASES = {
-    "one": ([300], None, (2, 2), 128, (None, 0)),
-    "short": ([1, 0, 5, 64, 127, 0, 128, 129, 3], None, (2, 1), 128, (None, 0)),
-    "long": ([1111, 900], None, (2, 2), 128, (None, 0)),
-    "open": ([300, 77, 513], None, (2, 2), 128, (None, None)),
-    "grouped": ([257, 400], None, (8, 2), 128, (None, 0)),
-    "many heads on one": ([257, 130], None, (4, 1), 64, (None, 0)),
-    "small heads": ([700, 31, 200], None, (4, 4), 64, (None, 0)),
-    "window": ([900, 50, 300], None, (2, 1), 128, (200, 0)),
-    "two-sided window": ([700, 300], None, (2, 2), 128, (130, 40)),
-    "narrow window": ([500], None, (2, 2), 64, (3, 0)),
-    "future window": ([500, 20], None, (2, 2), 128, (None, 100)),
-    "more keys": ([100, 1, 300], [500, 129, 300], (2, 1), 128, (None, 0)),
-    "more queries": ([500, 129], [100, 129], (2, 1), 128, (None, 0)),
-    "more queries, window": ([500, 129, 40], [100, 0, 333], (2, 2), 64, (60, 20)),
-}
-
-
-def offsets(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32).cuda()
-
-
-def make(case: str, tail: int = 13, seed: int = 0):
-    lq, lk, (hq, hk), d, window = CASES[case]
-    torch.manual_seed(seed)
-    documents = Documents(offsets(lq), offsets(lk or lq), *window)
-    tq, tk = sum(lq) + tail, sum(lk or lq) + tail
-    q, k, v, do = (
-        torch.randn(t, h, d, device="cuda", dtype=torch.bfloat16) for t, h in ((tq, hq), (tk, hk), (tk, hk), (tq, hq))
-    )
-    v = v + 0.5
-    return q, k, v, do, torch.randn(hq, tq, device="cuda"), documents
-
-
-def run(q, k, v, do, dlse, documents, scale=None):
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    o, lse, residual, saved = hopper.forward_saving(q, k, v, documents, RECIPE, scale)
-    grads = hopper.backward(do, dlse, q, k, v, o, lse, residual, documents, RECIPE, scale, saved=saved)
-    return o, lse, *grads
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
 
 
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
@@ -87,40 +40,6 @@ def test_rows_outside_documents_are_zero():
     o, lse, *grads = run(q, k, v, do, dlse, documents)
     assert all(not x[end:].any() for x in (o, *grads))
     assert (lse[:, end:] == -torch.inf).all()
-
-
-@pytest.mark.parametrize("case", ["short", "grouped", "window", "more keys"])
-def test_alone_equals_packed(case):
-    """Every document gives the same bits alone, at offset zero, as in the pack; and so does a second run."""
-    q, k, v, do, dlse, documents = make(case)
-    packed = run(q, k, v, do, dlse, documents)
-    for a, b in zip(packed, run(q, k, v, do, dlse, documents)):
-        assert torch.equal(a, b)
-    for q0, q1, k0, k1 in documents.spans():
-        if q0 == q1 or k0 == k1:
-            continue
-        alone = Documents(offsets([q1 - q0]), offsets([k1 - k0]), documents.left, documents.right)
-        rows = run(q[q0:q1], k[k0:k1], v[k0:k1], do[q0:q1], dlse[:, q0:q1], alone)
-        o, lse, dq, dk, dv = packed
-        for name, a, b in zip(NAMES, rows, (o[q0:q1], lse[:, q0:q1], dq[q0:q1], dk[k0:k1], dv[k0:k1])):
-            assert torch.equal(a, b), name
-
-
-def test_prefix_and_truncation():
-    """Changing or cutting what comes after a position leaves O and dQ up to it alone."""
-    q, k, v, do, dlse, documents = make("long", tail=0)
-    whole = run(q, k, v, do, dlse, documents)
-    for cut in (1, 100, 128, 391, 640):
-        other = [x.clone() for x in (q, k, v, do)]
-        for x in other:
-            x[cut:1111] = torch.randn_like(x[cut:1111]) * 2.0**20
-        changed = run(*other, dlse, documents)
-        alone = Documents(offsets([cut]), offsets([cut]), None, 0)
-        short = run(*(x[:cut] for x in (q, k, v, do)), dlse[:, :cut], alone)
-        for got in (changed, short):
-            assert torch.equal(got[0][:cut], whole[0][:cut])
-            assert torch.equal(got[1][:, :cut], whole[1][:, :cut])
-            assert torch.equal(got[2][:cut], whole[2][:cut])
 
 
 @pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "do"])
@@ -160,19 +79,6 @@ def test_not_finite_tokens_stay_where_they_are(case, which, bad):
         assert got_kv[reached, 0].isnan().all()
 
 
-def test_masses():
-    """V = 1 gives O = 1; dO = 1 gives dV that sums to the number of queries: no bias that grows with the row."""
-    t = 16384
-    cu = offsets([t])
-    documents = Documents(cu, cu, None, 0)
-    torch.manual_seed(0)
-    q, k = (torch.randn(t, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ones = torch.ones_like(q)
-    o, _, _, _, dv = run(q, k, ones, ones, None, documents)
-    assert (o.float() - 1).abs().max() <= 2**-8
-    assert abs(dv.double().sum().item() / (t * 128) - 1) < 2**-10
-
-
 def test_strided_inputs_and_expanded_gradients():
     q, k, v, do, dlse, documents = make("one", tail=0)
     plain = run(q, k, v, do, dlse, documents)
@@ -184,6 +90,13 @@ def test_strided_inputs_and_expanded_gradients():
         w[..., 2:130] = x
     views = run(*(w[..., 2:130] for w in wide), do, dlse, documents)
     assert all(torch.equal(a, b) for a, b in zip(plain, views))
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    assert all(torch.equal(a, b) for a, b in zip(plain, run(*heads_first, do, dlse, documents)))
+    repeated = [x[:1].expand_as(x) for x in (q, k, v, do)]  # every token the same: a stride of zero
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(run(*repeated, dlse, documents), run(*(x.clone() for x in repeated), dlse, documents))
+    )
     g = torch.ones((), device="cuda", dtype=torch.bfloat16)
     expanded = run(q, k, v, g.expand(q.shape), dlse, documents)
     assert all(torch.equal(a, b) for a, b in zip(run(q, k, v, torch.ones_like(q), dlse, documents), expanded))
@@ -227,6 +140,19 @@ def test_graph_replay_with_other_offsets():
         want = run(q, k, v, do, dlse, Documents(offsets(lengths), offsets(lengths), None, 0))
         for a, b in zip(captured, want):
             assert torch.equal(a, b)
+
+
+def test_a_second_backward_over_one_forward():
+    """What the forward saved is only read: the second backward finds it as the first one did."""
+    q, k, v, do, dlse, documents = make("short")
+    o, lse, residual, saved = hopper.forward_saving(q, k, v, documents, RECIPE, 0.1)
+    kept = saved.clone()
+    arguments = (do, dlse, q, k, None, o, lse, residual, documents, RECIPE, 0.1)
+    first, second = (hopper.backward(*arguments, saved=saved) for _ in range(2))
+    assert torch.equal(saved, kept)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    moved = torch.empty(saved.numel() + 4, dtype=torch.uint8, device="cuda")[4:].copy_(saved)  # where TMA cannot read
+    assert all(torch.equal(a, b) for a, b in zip(first, hopper.backward(*arguments, saved=moved)))
 
 
 def test_corrupted_offsets_touch_nothing_outside():
