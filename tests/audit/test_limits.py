@@ -132,8 +132,10 @@ def test_arguments_that_make_no_sense(options, message):
 
 
 def test_shapes_and_tuples():
-    report = audit_callable(lambda q, k, v, cu: (attend(q, k, v, cu), None), effort="brief", **SMALL)
+    report = audit_callable(lambda q, k, v, cu: (attend(q, k, v, cu), q[0]), effort="brief", **SMALL)
     assert report.verdict == "clean" and any("more than O" in n for n in report.notes)
+    report = audit_callable(lambda q, k, v, cu: (attend(q, k, v, cu), None), effort="spot", **SMALL)
+    assert report.verdict == "clean" and not report.notes
     with pytest.raises(ValueError, match="O of shape"):
         audit_callable(lambda q, k, v, cu: attend(q, k, v, cu)[:-1], **SMALL)
 

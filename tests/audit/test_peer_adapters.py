@@ -1,11 +1,13 @@
 """How other people's attention is called: by the names of its parameters, or through adapters tried on stand-ins."""
 
+import functools
 import inspect
 import sys
 import types
 
 import pytest
 import torch
+from audit import toys
 from audit.peer_toys import KNOWN, narrowed, peer_of, swept, verdicts
 
 from flamia.audit.controls import attend
@@ -60,6 +62,39 @@ def test_signatures_are_filled_by_name(fn, options, expected):
     assert {x for name, x in call.given.items() if name.startswith("max_")} == {7}
     rest = {name: x for name, x in call.given.items() if not name.startswith(("cu_", "max_"))}
     assert rest == expected
+
+
+def test_offsets_of_queries_and_of_keys_go_where_they_belong():
+    q, k = torch.zeros(9, 4, 8), torch.zeros(12, 4, 8)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 2, 9], [0, 3, 8, 12]))
+    for fn, keys in ((flash2, "cu_seqlens_k max_seqlen_k"), (varlen, "cu_seq_k max_k")):
+        call = recorded(fn)
+        named(call, names_of(call))(q, k, k, (cu_q, cu_k), Options(cross=True))
+        offsets, longest = keys.split()
+        assert torch.equal(call.given[offsets], cu_k) and call.given[longest] == 5
+        queries = offsets.replace("_k", "_q")
+        assert torch.equal(call.given[queries], cu_q) and call.given[longest.replace("_k", "_q")] == 7
+
+    def one_cu(q, k, v, cu_seqlens): ...
+
+    with pytest.raises(NotImplementedError, match="offsets of keys"):
+        named(one_cu, names_of(one_cu))(q, k, k, (cu_q, cu_k), Options(cross=True))
+    assert function("m:f", one_cu).find()[1].cross == (False,)
+    assert function("m:f", flash2).find()[1].cross == (False, True)
+
+
+def test_unequal_lengths_are_swept_and_an_mask_of_the_wrong_corner_is_foreign():
+    def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, corner="bottom"):
+        return toys.with_lse(q, k, v, toys.aligned(cu_seqlens_q, cu_seqlens_k, corner=corner))[0]
+
+    sweep = {"grouped": (True,), "causal": (True,), "cross": (False, True)}
+    assert verdicts(swept(peer_of(flash, **sweep))) == {
+        "packed causal GQA bf16": "clean", "packed causal GQA cross bf16": "clean",
+    }  # fmt: skip
+    top = functools.partial(flash, corner="top")
+    assert verdicts(swept(peer_of(top, **sweep))) == {
+        "packed causal GQA bf16": "clean", "packed causal GQA cross bf16": "undecided",
+    }  # fmt: skip
 
 
 def test_a_function_of_yours_is_swept_as_far_as_its_signature_goes():

@@ -112,3 +112,26 @@ def off_by_one(tile):
         return attend(q, k, v, cu, seen=seen)
 
     return call
+
+
+def with_lse(q, k, v, seen, window=None):
+    """Exact attention under a mask (queries, keys), and its LSE (H, T): -inf, and O of 0, where a row sees nothing."""
+    group = q.shape[1] // k.shape[1]
+    q64, k64, v64 = (x.double().repeat_interleave(group if n else 1, 1) for n, x in enumerate((q, k, v)))
+    s = torch.einsum("ihd,jhd->hij", q64, k64) * q.shape[-1] ** -0.5
+    s = s.masked_fill(~seen, -1e30)
+    m = s.detach().amax(-1, keepdim=True)
+    e = (s - m).exp() * seen
+    l = e.sum(-1, keepdim=True)
+    o = torch.einsum("hij,jhd->ihd", e / l.clamp_min(1e-300), v64)
+    lse = torch.where(l > 0, m + l.clamp_min(1e-300).log(), -torch.inf).squeeze(-1)
+    return o.to(q.dtype), lse.float() if q.dtype != torch.float64 else lse
+
+
+def aligned(cu_q, cu_k, right=0, corner="bottom"):
+    """(queries, keys) bool: packed documents with other numbers of queries, the last of them at the last key."""
+    seen = torch.zeros(int(cu_q[-1]), int(cu_k[-1]), dtype=torch.bool)
+    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist())):
+        shift = (d - c) - (b - a) if corner == "bottom" else 0
+        seen[a:b, c:d] = torch.arange(d - c)[None, :] <= torch.arange(b - a)[:, None] + shift + right
+    return seen

@@ -71,6 +71,21 @@ def inside(positions: tuple[int, ...], longest: int) -> tuple[int, ...]:
     return tuple(sorted(kept)) or (longest // 2,)
 
 
+def query_counts(lengths: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Numbers of queries that differ from ``lengths``, those of keys: fewer in the longest document (by a number that is
+    on the edge of no group, and leaves queries before most cuts), elsewhere more, as many, none, and some where there
+    are no keys.
+    """
+    longest = max(lengths)
+    fewer = longest - 37 if longest > 100 else longest - min(5, longest // 4)
+    if layout == "batched":
+        return (fewer,) * len(lengths)
+    others = {0: lambda n: n + 7, 1: lambda n: n, 2: lambda n: 0}
+    return tuple(
+        fewer if d == lengths.index(longest) else 3 if n == 0 else others[d % 3](n) for d, n in enumerate(lengths)
+    )
+
+
 def settings_for(
     effort: str,
     layout: str,
@@ -79,8 +94,11 @@ def settings_for(
     cuts: Sequence[int] | None,
     lengths: Sequence[int] | None,
     seed: int,
+    cross: bool | Sequence[int] = False,
 ) -> Settings:
-    """The probes of one effort. ``cuts`` and ``lengths`` override; the watched document is the longest."""
+    """The probes of one effort. ``cuts`` and ``lengths`` override; the watched document is the longest. ``cross``: other
+    numbers of queries than of keys, those given or ``query_counts``.
+    """
     if effort not in EFFORTS:
         raise ValueError(f"effort={effort!r}: allowed are {', '.join(EFFORTS)}")
     chosen = tuple(int(n) for n in lengths) if lengths is not None else LENGTHS[effort]
@@ -96,7 +114,18 @@ def settings_for(
             f"cuts={list(cuts) if cuts is not None else None}: positions strictly inside the longest document "
             f"(1..{longest - 1}), at least one"
         )
+    queries: tuple[int, ...] | None = None
+    if cross is True:
+        queries = query_counts(chosen, layout)
+    elif cross is not False:
+        queries = tuple(int(n) for n in cross)
+        if len(queries) != len(chosen) or min(queries) < 0 or queries[chosen.index(longest)] < 2:
+            raise ValueError(
+                f"cross={queries}: the number of queries of each of the {len(chosen)} documents, none negative, and two "
+                "or more in the longest"
+            )
     return Settings(
+        queries=queries,
         lengths=chosen,
         watched=chosen.index(longest),
         cuts=where,
@@ -122,13 +151,19 @@ def accepted(target: Target, settings: Settings, may_change: bool) -> tuple[Sett
             [tuple(n for n in settings.lengths if n), (128, 384, 128)] if settings.layout == "packed" else [(384, 384)]
         )
     for lengths in dict.fromkeys(shapes):
-        trial = replace(settings, lengths=lengths, watched=lengths.index(max(lengths)))
+        trial = settings.with_lengths(lengths)
         try:
             target.run(Book(trial, target.heads, target.head_dim).base("plain"))
         except Refused as refusal:
             spots.append(f"document lengths {lengths} were refused, so nothing is known about them: {refusal}")
             continue
         return trial, spots
+    if settings.queries is not None:
+        raise ValueError(
+            "the callable takes no packing with other numbers of queries than of keys (cross=), so there is nothing to "
+            "audit; with layout='packed' it is called as fn(q, k, v, cu_seqlens_q, cu_seqlens_k), with 'batched' as "
+            f"fn(q, k, v). It said: {spots[0]}"
+        )
     other = "batched" if target.layout == "packed" else "packed"
     takes = {"packed": "(q, k, v, cu_seqlens)", "batched": "(q, k, v)"}[other]
     raise ValueError(
@@ -152,6 +187,7 @@ def control_settings(settings: Settings) -> Settings:
         layout="packed",
         left=None,
         right=0,
+        queries=None,
     )
 
 
@@ -203,13 +239,15 @@ def audit_callable(
     name: str | None = None,
     explain: bool = True,
     until: str | None = None,
+    cross: bool | Sequence[int] = False,
 ) -> Report:
     """Audit any attention for isolation, knowing nothing of its inside.
 
     Args:
         fn: ``fn(q, k, v, cu_seqlens) -> O`` on (total, H, D) for ``layout="packed"``, ``fn(q, k, v) -> O`` on (B,
         T, H, D) for ``"batched"``.
-            A tuple's first entry is O. If it has ``fn.backward(q, k, v, cu_seqlens, dO) -> (dq, dk, dv)``, that is
+            A tuple's first entry is O; a second one shaped as an LSE, (H, T) or (T, H), is held to the contracts too.
+            If it has ``fn.backward(q, k, v, cu_seqlens, dO) -> (dq, dk, dv)``, that is
             used in place of autograd.
         causal, window: what the callable is meant to mask, in flash-attention's convention (both ends inclusive,
         None or -1 open).
@@ -223,6 +261,8 @@ def audit_callable(
         never "clean".
         lengths: the documents' lengths, for callables that take only some.
         explain: draw a dependency map where something leaks (some fifty more calls).
+        cross: other numbers of queries than of keys, the last query aligned with the last key: True, or the number of
+            queries of each document. A packed callable is then called as fn(q, k, v, cu_seqlens_q, cu_seqlens_k).
         until: "leak" stops at the first leak that counts: a quick no, with the sums and controls left out.
 
     Returns a ``Report``; ``report.exit_code`` is 0, 1 or 2 for clean, leak and undecided. Raises ``ValueError``
@@ -238,7 +278,9 @@ def audit_callable(
     claimed = resolve_claims(claims, causal)
     target = Target(fn, layout=layout, backward=backward, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
     reach = sides(causal, window)
-    settings, spots = accepted(target, settings_for(effort, layout, dtype, reach, cuts, lengths, seed), lengths is None)
+    settings, spots = accepted(
+        target, settings_for(effort, layout, dtype, reach, cuts, lengths, seed, cross), lengths is None
+    )
     judge = Judge(target, Book(settings, heads, head_dim))
 
     judge.repeat(settings.tones[: (1, 2, 3, 6, 6)[settings.depth]], "the same call again")
@@ -257,7 +299,8 @@ def audit_callable(
         if judge.keeps_state and settings.depth > 1:
             judge.history()
     judge.settle()
-    masses = [] if stopped else [mass.measure(target, n, reach[0], seed) for n in MASS_LENGTHS[effort]]
+    sums = () if stopped else MASS_LENGTHS[effort]
+    masses = [mass.measure(target, n, reach[0], seed, settings.queries is not None) for n in sums]
     mass_status, mass_reasons = ("untried", []) if stopped else mass.verdict(masses)
 
     results = [] if stopped else list(run_controls(control_settings(settings)))
@@ -277,6 +320,7 @@ def audit_callable(
             "device": str(device),
             "causal": causal,
             "window": list(window) if window else None,
+            "cross": settings.queries is not None,
             "effort": effort,
             "seed": seed,
         },
@@ -351,8 +395,8 @@ def _blind_spots(judge: Judge, settings: Settings, default_claims: bool) -> list
         spots.append("batched: equal lengths only, so padding and packing were not tried")
     spots.append(
         f"one head layout ({judge.target.heads[0]}/{judge.target.heads[1]} x {judge.target.head_dim}), one mask, "
-        "one dtype, one number of threads; "
-        "equal query and key lengths"
+        "one dtype, one number of threads"
+        + ("; equal query and key lengths" if settings.queries is None else "; the sums at equal lengths only")
     )
     if default_claims:
         spots.append(f"tried but not counted: {', '.join(c for c in CONTRACTS if c not in DEFAULT_CLAIMS)}")

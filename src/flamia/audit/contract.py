@@ -11,12 +11,17 @@ Everything reduces to one matrix. ``visible[i, j]`` says that query ``i`` may se
 the window. A *change* names the tokens whose q, k, v or dO were disturbed. Then
 
 * O_i and dQ_i are owed unless i itself was changed (q; for dQ also dO) or i sees a changed key or value;
+* LSE_i, where an attention returns it, is owed unless its q was changed or it sees a changed key: no value moves it;
 * dK_j and dV_j are owed unless j was changed, or some row that sees j was changed or sees a changed token.
 
 So gradients of keys and values under a change of later tokens are *not* owed: later queries feed them, and calling
 that a leak would be a false alarm. The contracts are regions of this: ``prefix`` keeps the earlier rows of the
 disturbed document, ``document`` the rows of all others, ``mask`` everything that is owed at all. ``truncate`` and
 ``offset`` compare calls of different shape, ``repeat`` the same call with itself.
+
+A document may have other numbers of queries and keys. Positions are those of its keys then, and the last query stands
+where the last key does (bottom-right, as in flash-attention): query ``i`` is at i + Lk - Lq, which may lie before the
+first key.
 
 Equality here is equality of values with NaN matched by position; +0 and -0 count as equal, as ``torch.equal`` has
 it, because the sign of a sum of zeros follows masked operands even in exact attention.
@@ -30,8 +35,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-TENSORS = ("O", "dQ", "dK", "dV")
+TENSORS = ("O", "LSE", "dQ", "dK", "dV")
 OPERANDS = ("q", "k", "v", "do")
+# Which rows a tensor has: those of the queries or those of the keys.
+SIDE = {"q": "q", "do": "q", "O": "q", "LSE": "q", "dQ": "q", "k": "k", "v": "k", "dK": "k", "dV": "k"}
 
 CONTRACTS: dict[str, str] = {
     "repeat": "the same input gives the same bits, whatever was computed in between",
@@ -85,47 +92,72 @@ def sides(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[i
     return left, (0 if causal else right)
 
 
+Rows = dict[str, Tensor]  # buffer rows of the queries ("q") and of the keys ("k")
+
+
 @dataclass(frozen=True)
 class Packing:
-    """Documents laid one after another: ``lengths`` in tokens, empty ones allowed."""
+    """Documents laid one after another: ``lengths`` in tokens, empty ones allowed. ``queries`` are their numbers of
+    queries where those differ from their numbers of keys.
+    """
 
     lengths: tuple[int, ...]
+    queries: tuple[int, ...] | None = None
+
+    def counts(self, side: str = "k") -> tuple[int, ...]:
+        return self.lengths if side == "k" or self.queries is None else self.queries
+
+    def offsets_of(self, side: str) -> list[int]:
+        out = [0]
+        for n in self.counts(side):
+            out.append(out[-1] + n)
+        return out
 
     @property
     def offsets(self) -> list[int]:
-        out = [0]
-        for n in self.lengths:
-            out.append(out[-1] + n)
-        return out
+        return self.offsets_of("k")
+
+    def total_of(self, side: str) -> int:
+        return sum(self.counts(side))
 
     @property
     def total(self) -> int:
         return sum(self.lengths)
 
-    def start(self, document: int) -> int:
-        return self.offsets[document]
+    def start(self, document: int, side: str = "k") -> int:
+        return self.offsets_of(side)[document]
 
-    def rows(self, document: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """Buffer rows of positions start..stop-1 of one document."""
-        first = self.start(document)
-        end = self.lengths[document] if stop is None else min(stop, self.lengths[document])
-        return torch.arange(first + start, max(first + start, first + end))
+    def rows(self, document: int, start: int = 0, stop: int | None = None, side: str = "k") -> Tensor:
+        """Buffer rows of positions start..stop-1 of one document. Queries that stand before the first key go with
+        position 0.
+        """
+        first, count = self.start(document, side), self.counts(side)[document]
+        shift = self.lengths[document] - count
+        begin = max(0, start - shift) if start > 0 else 0
+        end = count if stop is None else max(0, min(stop - shift, count))
+        return torch.arange(first + begin, max(first + begin, first + end))
 
-    def document_of(self) -> Tensor:
-        """(total,) document number of every row."""
-        return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
+    def both(self, document: int, start: int = 0, stop: int | None = None) -> Rows:
+        return {side: self.rows(document, start, stop, side) for side in "qk"}
 
-    def position_of(self) -> Tensor:
-        """(total,) position of every row within its document."""
-        starts = torch.tensor(self.offsets[:-1])
-        return torch.arange(self.total) - starts[self.document_of()]
+    def all_rows(self) -> Rows:
+        return {side: torch.arange(self.total_of(side)) for side in "qk"}
+
+    def document_of(self, side: str = "k") -> Tensor:
+        """(rows,) document number of every row."""
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.counts(side)))
+
+    def position_of(self, side: str = "k") -> Tensor:
+        """(rows,) position of every row within its document."""
+        counts = self.counts(side)
+        shifts = torch.tensor([n - m - start for n, m, start in zip(self.lengths, counts, self.offsets_of(side))])
+        return torch.arange(self.total_of(side)) + shifts[self.document_of(side)]
 
 
 def visible(packing: Packing, left: int | None, right: int | None) -> Tensor:
-    """(total, total) bool: query row may see key row."""
-    doc, pos = packing.document_of(), torch.arange(packing.total)
-    out = doc[:, None] == doc[None, :]
-    ahead = pos[None, :] - pos[:, None]
+    """(queries, keys) bool: query row may see key row."""
+    out = packing.document_of("q")[:, None] == packing.document_of("k")[None, :]
+    ahead = packing.position_of("k")[None, :] - packing.position_of("q")[:, None]
     if left is not None:
         out &= ahead >= -left
     if right is not None:
@@ -135,22 +167,28 @@ def visible(packing: Packing, left: int | None, right: int | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Change:
-    """Which buffer rows of which operand were disturbed."""
+    """Which buffer rows of which operand were disturbed. ``queries`` are the rows of q and dO where those are laid out
+    otherwise than k and v.
+    """
 
     rows: Tensor
     operands: frozenset[str] = field(default_factory=frozenset)
+    queries: Tensor | None = None
 
 
 def owed(change: Change, sees: Tensor) -> dict[str, Tensor]:
-    """Rows of each tensor that the ``mask`` contract says must keep their bits, as (total,) bool."""
-    total = sees.shape[0]
-    hit = torch.zeros(total, dtype=torch.bool)
-    hit[change.rows] = True
-    nothing = torch.zeros_like(hit)
-    keyed = hit if change.operands & {"k", "v"} else nothing
-    sees_change = (sees & keyed[None, :]).any(1)
-    o_moves = sees_change | (hit if "q" in change.operands else nothing)
-    dq_moves = o_moves | (hit if "do" in change.operands else nothing)
+    """Rows of each tensor that the ``mask`` contract says must keep their bits, as (rows,) bool."""
+    hit_q, hit_k = (torch.zeros(n, dtype=torch.bool) for n in sees.shape)
+    hit_q[change.rows if change.queries is None else change.queries] = True
+    hit_k[change.rows] = True
+
+    def moved(hit: Tensor, *operands: str) -> Tensor:
+        return hit if change.operands & set(operands) else torch.zeros_like(hit)
+
+    keyed = moved(hit_k, "k", "v")
+    o_moves = (sees & keyed[None, :]).any(1) | moved(hit_q, "q")
+    lse_moves = (sees & moved(hit_k, "k")[None, :]).any(1) | moved(hit_q, "q")
+    dq_moves = o_moves | moved(hit_q, "do")
     # A key's gradient is fed by every row that sees it, so it is owed only if none of those rows moves.
     fed = (sees & dq_moves[:, None]).any(0) | keyed
-    return {"O": ~o_moves, "dQ": ~dq_moves, "dK": ~fed, "dV": ~fed}
+    return {"O": ~o_moves, "LSE": ~lse_moves, "dQ": ~dq_moves, "dK": ~fed, "dV": ~fed}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .contract import OPERANDS, TENSORS
+from .contract import OPERANDS, SIDE, TENSORS
 from .judge import Finding, Judge, differs
 from .probes import GROUPS
 from .targets import Refused
@@ -71,17 +71,17 @@ def dependency_map(judge: Judge, lead: Finding, positions: list[int]) -> Map | N
     """Disturb the tokens at ``positions`` one at a time, in the way of ``lead``."""
     # A map needs rows that have something to lose; the lead's own tone and disturbance are known to show it.
     packing = judge.book.settings.packing
-    columns, elsewhere = {}, {}
-    where = packing.document_of()
+    columns, elsewhere, side = {}, {}, SIDE[lead.tensor]
+    where, at = packing.document_of(side), packing.position_of(side)
     try:
         before = judge.base(judge.book.base(lead.tone))[lead.tensor]
         for j in positions:
             changed = judge.book.disturbed(
-                lead.tone, lead.operand, packing.rows(lead.document, j, j + 1), lead.disturbance
+                lead.tone, lead.operand, packing.both(lead.document, j, j + 1), lead.disturbance
             )
             moved = differs(before, judge.target.run(changed)[lead.tensor]).nonzero().flatten()
-            mine = packing.position_of()[moved[where[moved] == lead.document]]
-            columns[j] = tuple(p for p in mine.tolist() if p != j)
+            mine = at[moved[where[moved] == lead.document]]
+            columns[j] = tuple(p for p in mine.tolist() if p != j and p >= 0)
             elsewhere[j] = int((where[moved] != lead.document).sum())
     except Refused:
         return None

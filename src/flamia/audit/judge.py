@@ -32,7 +32,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from .contract import CONTRACTS, IMPLIES, TENSORS
+from .contract import CONTRACTS, IMPLIES, SIDE, TENSORS
 from .probes import NONFINITE, Book, Check, Experiment
 from .targets import Inputs, Outputs, Refused, Target
 
@@ -104,7 +104,13 @@ def distance(x: Tensor, y: Tensor) -> Tensor:
     return torch.nan_to_num(delta, math.inf).norm(dim=-1)
 
 
-def order_bound(inputs: Inputs, sees: Tensor, eps: float) -> Outputs:
+def unit(dtype: torch.dtype) -> float:
+    """What another order of summation may leave, relative to the terms: one unit of 16 bits, 64 of a longer format."""
+    info = torch.finfo(dtype)
+    return info.eps if info.bits == 16 else 64 * info.eps
+
+
+def order_bound(inputs: Inputs, sees: Tensor, eps: float, through_lse: bool = False) -> Outputs:
     """(T,) per tensor: what reordering a sum may move, absolutely: eps times the largest terms of it."""
 
     def largest(x: Tensor) -> Tensor:
@@ -114,11 +120,13 @@ def order_bound(inputs: Inputs, sees: Tensor, eps: float) -> Outputs:
     scale = inputs.q.shape[-1] ** -0.5
     over_keys = {name: torch.where(sees, x[None, :], 0.0).amax(1) for name, x in (("k", k), ("v", v))}
     over_rows = {name: torch.where(sees, x[:, None], 0.0).amax(0) for name, x in (("q", q), ("do", do))}
-    # E_ij - D_i reaches |dO_i| times twice the largest v that row i sees.
-    reach_e = torch.where(sees, (do * over_keys["v"])[:, None], 0.0).amax(0)
+    # E_ij - D_i reaches |dO_i| times twice the largest v that row i sees; a dLSE joins it, which is an entry of dO_i.
+    e = do * (over_keys["v"] + (0.5 if through_lse else 0.0))
+    reach_e = torch.where(sees, e[:, None], 0.0).amax(0)
     return {
         "O": eps * over_keys["v"],
-        "dQ": eps * scale * 2 * do * over_keys["v"] * over_keys["k"],
+        "LSE": eps * (1 + scale * q * over_keys["k"]),
+        "dQ": eps * scale * 2 * e * over_keys["k"],
         "dK": eps * scale * 2 * reach_e * over_rows["q"],
         "dV": eps * over_rows["do"],
     }
@@ -137,8 +145,7 @@ class Judge:
         self.keeps_state = False  # repeats itself at once, but not after other calls
         self._confirmed: set[tuple[str, str]] = set()  # (contract, tensor) of leaks that showed again
         self._base: dict[int, tuple[Inputs, Outputs]] = {}
-        info = torch.finfo(target.dtype)
-        self.eps = info.eps if info.bits == 16 else 64 * info.eps
+        self.eps = unit(target.dtype)
 
     def base(self, inputs: Inputs) -> Outputs:
         key = id(inputs)
@@ -175,7 +182,7 @@ class Judge:
         call before every time, that call leaks into it.
         """
         quiet, inputs = self.book.base("plain"), self.book.base("values")
-        others = (quiet, self.book.disturbed("plain", "all", torch.arange(quiet.packing.total), "spike"))
+        others = (quiet, self.book.disturbed("plain", "all", quiet.packing.all_rows(), "spike"))
         runs: tuple[list[Outputs], list[Outputs]] = ([], [])
         for n in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1):
             self.target.run(others[n])
@@ -264,7 +271,7 @@ class Judge:
         hidden = e.moved[~out[e.moved].isnan().flatten(1).all(1)]
         if not len(hidden):
             return []
-        doc, pos = e.base.packing.document_of()[hidden], e.base.packing.position_of()[hidden]
+        doc, pos = e.base.packing.document_of("q")[hidden], e.base.packing.position_of("q")[hidden]
         return [
             Finding(
                 "nonfinite",
@@ -308,16 +315,17 @@ class Judge:
         if contract == "repeat":
             kind = "noise"
         elif contract in ("truncate", "offset"):
-            bound = order_bound(inputs, self.book.sees(inputs.packing), self.eps)[tensor][rows[moved]]
+            eps = unit(x.dtype) if tensor == "LSE" else self.eps  # an LSE is float32 beside 16 bits
+            sees = self.book.sees(inputs.packing)
+            bound = order_bound(inputs, sees, eps, self.target.through_lse)[tensor][rows[moved]]
             delta = (x[moved].double() - y[moved].double()).norm(dim=-1)
-            room = bound[:, None] + self.eps * torch.maximum(
-                x[moved].double().norm(dim=-1), y[moved].double().norm(dim=-1)
-            )
+            room = bound[:, None] + eps * torch.maximum(x[moved].double().norm(dim=-1), y[moved].double().norm(dim=-1))
             kind = "order" if bool((delta <= room).all()) else "leak"
         if kind == "leak" and not self.stable and largest <= ABOVE_NOISE * self.floor[tensor]:
             kind = "noise"
         hit = rows[moved]
-        docs, positions = inputs.packing.document_of()[hit], inputs.packing.position_of()[hit]
+        side = SIDE[tensor]
+        docs, positions = inputs.packing.document_of(side)[hit], inputs.packing.position_of(side)[hit]
         # Where the disturbed document itself moved, that is the interesting place.
         where = document if bool((docs == document).any()) else int(docs[0])
         positions = positions[docs == where]

@@ -49,13 +49,24 @@ class Mass:
         return asdict(self)
 
 
-def _packing(target: Target, length: int) -> Packing:
-    return Packing((length,)) if target.layout == "packed" else Packing((length, length))
+def _packing(target: Target, length: int, cross: bool) -> Packing:
+    lengths = (length,) if target.layout == "packed" else (length, length)
+    return Packing(lengths, lengths if cross else None)
 
 
-def measure(target: Target, length: int, left: int | None = None, seed: int = 0) -> Mass:
-    """All sums at one length; ``left`` is how far back a row sees (the tail probe needs 64 visible keys)."""
-    packing = _packing(target, length)
+def measure(target: Target, length: int, left: int | None = None, seed: int = 0, cross: bool = False) -> Mass:
+    """All sums at one length; ``left`` is how far back a row sees (the tail probe needs 64 visible keys). ``cross``: the
+    callable takes the offsets of queries and of keys, here equal ones.
+    """
+    through, target.lse_gradient = target.lse_gradient, False  # a gradient of the LSE would add to the sums
+    try:
+        return _measure(target, length, left, seed, cross)
+    finally:
+        target.lse_gradient = through
+
+
+def _measure(target: Target, length: int, left: int | None, seed: int, cross: bool) -> Mass:
+    packing = _packing(target, length, cross)
     base = draw("plain", packing, target.heads, target.head_dim, target.dtype, seed + 77 + length)
     base = replace(base, q=(base.q.double() / 4).to(target.dtype))
     ones = replace(base, v=torch.ones_like(base.v), do=torch.ones_like(base.do))
@@ -69,7 +80,7 @@ def measure(target: Target, length: int, left: int | None = None, seed: int = 0)
             sums = out["dV"].double().sum(0) / feeding - 1
             equal, common = _residuals(target, base)
             got = replace(got, dv_bias=float(sums.mean().abs()), dq_equal=equal, dq_common=common)
-        return replace(got, tail=_tail(target) if length >= 64 and (left is None or left >= 63) else None)
+        return replace(got, tail=_tail(target, cross) if length >= 64 and (left is None or left >= 63) else None)
     except Refused as refusal:
         return Mass(length, refused=str(refusal))
 
@@ -93,9 +104,9 @@ def _residuals(target: Target, base: Inputs) -> tuple[float, float]:
     return float(dq.abs().max() / size), float((plain - shifted).norm() / plain.norm())
 
 
-def _tail(target: Target) -> float:
+def _tail(target: Target, cross: bool) -> float:
     """O of the last row at 64 keys, as a fraction of the exact value."""
-    packing, (hq, hk), dim = _packing(target, 64), target.heads, target.head_dim
+    packing, (hq, hk), dim = _packing(target, 64, cross), target.heads, target.head_dim
     q = torch.zeros(packing.total, hq, dim, dtype=target.dtype)
     k, v = (torch.zeros(packing.total, hk, dim, dtype=target.dtype) for _ in range(2))
     # Numbers that every format holds exactly, with a logit as near 8 as they allow.

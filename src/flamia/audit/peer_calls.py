@@ -27,13 +27,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest
 
-from .peers import Axes, Call, Options, Peer
+from .peers import Axes, Call, Offsets, Options, Peer
 
 HALVES = (torch.bfloat16, torch.float16)
 NEVER = "never run: the adapter was written from the public source, on a machine that could not run it"
 
-OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_q", "cu_seq_k")
-LONGEST = ("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "max_q", "max_k")
+OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_q")  # of queries, and of keys where no other is named
+KEY_OFFSETS = ("cu_seqlens_k", "cu_seqlens_kv", "cu_seq_k")
+LONGEST = ("max_seqlen", "max_seqlen_q", "max_q")
+KEY_LONGEST = ("max_seqlen_k", "max_seqlen_kv", "max_k")
 CAUSAL = {"causal", "is_causal"}
 WINDOW = {"window_size", "window"}
 LSE = {"return_lse", "return_attn_probs", "return_softmax_lse", "return_aux"}
@@ -76,14 +78,17 @@ def named(fn: Callable[..., Any], names: dict[str, Any], by_torch: bool = False,
     """
     extra = {key: value for key, value in extra.items() if key in names}
 
-    def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, options: Options) -> Any:
+    def call(q: Tensor, k: Tensor, v: Tensor, cu: Offsets, options: Options) -> Any:
         given: dict[str, Any] = dict(extra)
         positional: tuple[Tensor, ...] = ()
         if cu is not None:
-            longest = max(b - a for a, b in parts(cu))
-            given |= {name: cu for name in OFFSETS if name in names}
-            given |= {name: longest for name in LONGEST if name in names}
-            positional = () if any(name in names for name in OFFSETS) else (cu,)
+            of_queries, of_keys = cu if isinstance(cu, tuple) else (cu, cu)
+            if isinstance(cu, tuple):
+                one_of(set(KEY_OFFSETS), names, "the offsets of keys")
+            for offsets, starts, longest in ((of_queries, OFFSETS, LONGEST), (of_keys, KEY_OFFSETS, KEY_LONGEST)):
+                given |= {name: offsets for name in starts if name in names}
+                given |= {name: max(b - a for a, b in parts(offsets)) for name in longest if name in names}
+            positional = () if any(name in names for name in OFFSETS) else (of_queries,)
         given |= {name: options.causal for name in CAUSAL if name in names}
         if options.grouped and "enable_gqa" in names:
             given["enable_gqa"] = True
@@ -117,6 +122,7 @@ def axes_of(every: dict[str, dict[str, Any]], causal: tuple[bool, ...], dtype: t
         packing=tuple(every),
         causal=(True, False) if names & (CAUSAL | WINDOW) else causal,
         windowed=(False, True) if names & WINDOW else (False,),
+        cross=(False, True) if names & set(KEY_OFFSETS) else (False,),
         lse=(False, True) if names & LSE else (False,),
         deterministic=(False, True) if "deterministic" in names else (False,),
         dtype=dtype,
@@ -140,7 +146,7 @@ def by_name(
         names = {packing: names_of(fn) for packing, fn in functions.items()}
         calls = {packing: named(fn, names[packing], by_torch, **extra) for packing, fn in functions.items()}
 
-        def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, options: Options) -> Any:
+        def call(q: Tensor, k: Tensor, v: Tensor, cu: Offsets, options: Options) -> Any:
             return calls[options.packing](q, k, v, cu, options)
 
         axes = axes_of(names, (True, False), dtype)
@@ -235,10 +241,11 @@ def flex(compiled: bool) -> Callable[[], tuple[Call, Axes]]:
                 )
                 with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
                     out = run(*(x.transpose(1, 2) for x in (q, k, v)), **given)
-            o, *rest = out if isinstance(out, tuple) else (out,)
+            o, aux = out if isinstance(out, tuple) else (out, None)
             o = o.transpose(1, 2)
-            o = o if cu is None else o[0]
-            return (o, *rest) if rest else o
+            if aux is not None:
+                return (o, aux.lse) if cu is None else (o[0], aux.lse[0])
+            return o if cu is None else o[0]
 
         return call, Axes(packing=("batched", "mask"), lse=(False, True))
 
@@ -259,11 +266,13 @@ def interpreted(call: Call) -> Call:
     what it wants to hear. Without it the check stands, and refuses.
     """
 
-    def wrapped(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, options: Options) -> Any:
+    def wrapped(q: Tensor, k: Tensor, v: Tensor, cu: Offsets, options: Options) -> Any:
         if q.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
             return call(q, k, v, cu, options)
         q, k, v = (x.as_subclass(_Disguised) for x in (q, k, v))
-        out = call(q, k, v, None if cu is None else cu.as_subclass(_Disguised), options)
+        if isinstance(cu, tuple):
+            cu = (cu[0].as_subclass(_Disguised), cu[1].as_subclass(_Disguised))
+        out = call(q, k, v, cu.as_subclass(_Disguised) if isinstance(cu, Tensor) else cu, options)
         first, *rest = out if isinstance(out, tuple) else (out,)
         first = first.as_subclass(torch.Tensor)
         return (first, *rest) if rest else first

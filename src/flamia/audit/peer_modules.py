@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend
 from .peer_calls import HALVES, NEVER, by_name, flex, function, interpreted, parts, sdpa
 from .peer_cudnn import cudnn_fp8
 from .peer_report import PeerAudit, audit_peers
-from .peers import Axes, Call, Options, Peer, choose
+from .peers import Axes, Call, Offsets, Options, Peer, choose
 
 
 def torchao() -> tuple[Call, Axes]:
@@ -100,15 +100,16 @@ def own(recipe: str) -> Peer:
     def build() -> tuple[Call, Axes]:
         import flamia
 
-        def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, options: Options) -> Any:
+        def call(q: Tensor, k: Tensor, v: Tensor, cu: Offsets, options: Options) -> Any:
             given: dict[str, Any] = {
                 "causal": options.causal, "window": options.window, "recipe": parsed, "return_lse": options.lse,
             }  # fmt: skip
             if cu is None:
                 return flamia.attention(q, k, v, **given)
-            return flamia.attention_varlen(q, k, v, cu, **given)
+            of_queries, of_keys = cu if isinstance(cu, tuple) else (cu, None)
+            return flamia.attention_varlen(q, k, v, of_queries, cu_seqlens_k=of_keys, **given)
 
-        return call, Axes(lse=(False, True))
+        return call, Axes(cross=(False, True), lse=(False, True))
 
     def promises(options: Options) -> frozenset[str]:
         return frozenset(parsed.claims) | ({"nonfinite"} if "mask" in parsed.claims else set())

@@ -7,7 +7,7 @@ JSON (``to_json``), version 1::
 
     schema 1; verdict, exit_code, seconds
     targets [{name, version, about, caution, available, reason, sets, verdicts {verdict: count}}]
-    rows [{target, options {packing, causal, windowed, grouped, lse, deterministic, dtype, window, heads}, verdict, moved,
+    rows [{target, options {packing, causal, windowed, grouped, cross, lse, deterministic, dtype, window, heads}, verdict, moved,
            error, refused, gradients, report}]        report: the schema of ``flamia.audit.report``, or null
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .contract import CONTRACTS, IMPLIES, TENSORS
-from .peers import Peer, PeerRow, audit_peer
+from .peers import UNSAID, Peer, PeerRow, audit_peer
 from .report import EXIT, Report, finite
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def sets(rows: Sequence[PeerRow]) -> str:
     product = 1
     for values in axes:
         product *= len(values)
-    unsaid = (["no window"], ["no LSE"], ["default"])
-    text = ", ".join("|".join(values) for values in axes if values not in unsaid)
+    text = ", ".join("|".join(values) for values in axes if values not in [[word] for word in UNSAID])
     return f"{text}: " + (f"all {product}" if product == len(rows) else f"{len(rows)} of {product}")
 
 

@@ -2,7 +2,7 @@
 
 A kernel is tested in the way its authors call it. Faults live beside that: a mask that is lost once the LSE is asked
 for, a packing that is dropped when a window is set, a window that one dtype ignores. So a *peer* says what it can be
-asked (``Axes``: packing, mask, window, grouped heads, LSE, determinism, dtype), and ``audit_peers`` sweeps the
+asked (``Axes``: packing, mask, window, grouped heads, unequal lengths, LSE, determinism, dtype), and ``audit_peers`` sweeps the
 product. What the peer refuses is listed with its own words; a refusal is honest and costs nothing. Where gradients are
 refused, O is audited alone and the row says so.
 
@@ -38,6 +38,8 @@ from .targets import Inputs, Refused, Target
 
 # Relative error against float64 attention beyond which O is not the attention that was asked for. Four bits reach .2.
 FOREIGN = 0.5
+# What goes without saying in the words for an option set.
+UNSAID = ("no window", "equal lengths", "no LSE", "default")
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -51,6 +53,7 @@ class Options:
     causal: bool = True
     windowed: bool = False
     grouped: bool = True
+    cross: bool = False  # other numbers of queries than of keys
     lse: bool = False
     deterministic: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -79,14 +82,14 @@ class Options:
             "causal" if self.causal else "full",
             "window" if self.windowed else "no window",
             "GQA" if self.grouped else "MHA",
+            "cross" if self.cross else "equal lengths",
             "LSE" if self.lse else "no LSE",
             "deterministic" if self.deterministic else "default",
             SHORT.get(self.dtype, str(self.dtype)),
         )
 
     def __str__(self) -> str:
-        unsaid = {"no window", "no LSE", "default"}
-        return " ".join(word for word in self.words() if word not in unsaid)
+        return " ".join(word for word in self.words() if word not in UNSAID)
 
     def as_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -101,6 +104,7 @@ class Axes:
     causal: tuple[bool, ...] = (True, False)
     windowed: tuple[bool, ...] = (False, True)
     grouped: tuple[bool, ...] = (True, False)
+    cross: tuple[bool, ...] = (False,)
     lse: tuple[bool, ...] = (False,)
     deterministic: tuple[bool, ...] = (False,)
     dtype: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,7 +118,9 @@ class Axes:
         return [Options(**{n: v[k] for n, v, k in zip(names, values, i)}) for i in ordered]
 
 
-Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Options], Any]  # cu_seqlens is None for "batched"
+# None for "batched", one tensor of offsets, or one of the queries' and one of the keys'.
+Offsets = Tensor | tuple[Tensor, Tensor] | None
+Call = Callable[[Tensor, Tensor, Tensor, Any, Options], Any]  # q, k, v, Offsets, options
 
 
 @dataclass(frozen=True)
@@ -196,7 +202,7 @@ def determinism(wanted: bool) -> Iterator[None]:
 
 def probe(fn: Callable[..., Any], options: Options, head_dim: int, effort: str, seed: int, device: str) -> PeerRow:
     """Does the peer take these options, with gradients or without, and is its O the attention that was asked for?"""
-    settings = settings_for(effort, options.layout, options.dtype, options.reach, None, None, seed)
+    settings = settings_for(effort, options.layout, options.dtype, options.reach, None, None, seed, options.cross)
     words: list[str] = []
     for backward in ("autograd", None):
         target = Target(
@@ -204,7 +210,7 @@ def probe(fn: Callable[..., Any], options: Options, head_dim: int, effort: str, 
             device=device,
         )  # fmt: skip
         for lengths in packings(settings):
-            trial = replace(settings, lengths=lengths, watched=lengths.index(max(lengths)))
+            trial = settings.with_lengths(lengths)
             base = Book(trial, options.heads, head_dim).base("plain")
             try:
                 got = target.run(base)["O"].double()
@@ -274,8 +280,8 @@ def audit_options(
 ) -> PeerRow:
     """One option set: tried, and audited if it is taken."""
 
-    def fn(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None = None) -> Any:
-        return call(q, k, v, cu, options)
+    def fn(q: Tensor, k: Tensor, v: Tensor, *cu: Tensor) -> Any:
+        return call(q, k, v, cu if len(cu) > 1 else cu[0] if cu else None, options)
 
     row = replace(probe(fn, options, head_dim, effort, seed, device), peer=peer.name)
     if row.refused is not None:
@@ -285,7 +291,7 @@ def audit_options(
             fn, layout=options.layout, causal=options.causal, window=options.window, heads=options.heads,
             head_dim=head_dim, dtype=options.dtype, claims=peer.claims(options), effort=effort, seed=seed,
             device=device, backward=None if row.gradients else "autograd", name=f"{peer.name} {options}",
-            explain=effort != "spot",
+            explain=effort != "spot", cross=options.cross,
         )  # fmt: skip
     except Exception as error:  # one peer's crash must not cost the others their verdict
         return replace(row, refused=f"raised under audit: {own_words(error)}")

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from .peers import UNSAID
+
 VERDICTS = ("clean", "undecided", "leak", "refused", "not run")
-UNSAID = (["no window"], ["no LSE"], ["default"])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -27,7 +28,7 @@ def sets(rows: Sequence[dict[str, Any]]) -> str:
     product = 1
     for values in axes:
         product *= len(values)
-    text = ", ".join("/".join(values) for values in axes if values not in UNSAID)
+    text = ", ".join("/".join(values) for values in axes if values not in [[word] for word in UNSAID])
     return text if len(rows) == product == 1 else f"{text}: " + (
         f"all {product}" if product == len(rows) else f"{len(rows)} of {product}"
     )  # fmt: skip

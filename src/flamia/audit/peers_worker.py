@@ -137,8 +137,8 @@ class Worker:
             self.write("mass", item=n, head_dim=item.head_dim, **mass.Mass(length, refused=words).as_dict())
             return None
 
-        def fn(q: Any, k: Any, v: Any, cu: Any = None) -> Any:
-            return call(q, k, v, cu, options)
+        def fn(q: Any, k: Any, v: Any, *cu: Any) -> Any:
+            return call(q, k, v, cu[0] if cu else None, options)
 
         try:
             target = Target(

@@ -28,12 +28,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from .contract import OPERANDS, Change, Packing, owed, visible
+from .contract import OPERANDS, SIDE, TENSORS, Change, Packing, Rows, owed, visible
 from .targets import Inputs
 
 GROUPS = (16, 32, 64, 128, 256)
@@ -67,10 +67,21 @@ class Settings:
     left: int | None
     right: int | None
     seed: int
+    queries: tuple[int, ...] | None = None  # numbers of queries, where they differ from ``lengths``, those of keys
 
     @property
     def packing(self) -> Packing:
-        return Packing(self.lengths)
+        return Packing(self.lengths, self.queries)
+
+    def with_lengths(self, lengths: tuple[int, ...]) -> Settings:
+        """The same probes on other documents; the numbers of queries differ from those of keys by as much as before."""
+        queries = None
+        if self.queries is not None and lengths == self.lengths:
+            queries = self.queries
+        elif self.queries is not None:
+            fewer = max(self.lengths) - self.queries[self.watched]
+            queries = tuple(max(n - fewer, 1) for n in lengths)
+        return replace(self, lengths=lengths, queries=queries, watched=lengths.index(max(lengths)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,22 +122,23 @@ def reach(dtype: torch.dtype) -> tuple[int, int, int, float]:
 def draw(tone: str, packing: Packing, heads: tuple[int, int], dim: int, dtype: torch.dtype, seed: int) -> Inputs:
     """Base inputs of one tone, rounded to ``dtype``; the same seed draws the same tokens."""
     rng = torch.Generator().manual_seed(1_000_003 * seed + 101 * TONES.index(tone) + 7)
-    total, (hq, hk) = packing.total, heads
+    keys, queries, (hq, hk) = packing.total, packing.total_of("q"), heads
     power = reach(dtype)[0]
 
-    def noise(h: int) -> Tensor:
-        return torch.randn(total, h, dim, generator=rng, dtype=torch.float64)
+    def noise(n: int, h: int) -> Tensor:
+        return torch.randn(n, h, dim, generator=rng, dtype=torch.float64)
 
-    def uniform(low: float, high: float) -> Tensor:
-        return torch.rand(total, 1, 1, generator=rng, dtype=torch.float64) * (high - low) + low
+    def uniform(n: int, low: float, high: float) -> Tensor:
+        return torch.rand(n, 1, 1, generator=rng, dtype=torch.float64) * (high - low) + low
 
-    k, v, do = noise(hk), noise(hk), noise(hq)
+    k, v, do = noise(keys, hk), noise(keys, hk), noise(queries, hq)
     # A row's own key gets a logit of 0 (flat), 4 (bent) or 12 (peaked) above chance.
-    gap = torch.tensor([0.0, 4.0, 12.0], dtype=torch.float64)[torch.randint(3, (total, 1, 1), generator=rng)]
-    own = k.repeat_interleave(hq // hk, 1)
-    q = 0.5 * noise(hq) + gap * math.sqrt(dim) * own / own.square().sum(-1, keepdim=True).clamp_min(1e-9)
+    gap = torch.tensor([0.0, 4.0, 12.0], dtype=torch.float64)[torch.randint(3, (queries, 1, 1), generator=rng)]
+    own = _own_keys(k, packing).repeat_interleave(hq // hk, 1)
+    q = 0.5 * noise(queries, hq) + gap * math.sqrt(dim) * own / own.square().sum(-1, keepdim=True).clamp_min(1e-9)
     if tone == "values":
-        v, do = v * 2.0 ** uniform(-18 if power > 8 else -10, 0), do * 2.0 ** uniform(-18 if power > 8 else -10, 0)
+        low = -18 if power > 8 else -10
+        v, do = v * 2.0 ** uniform(keys, low, 0), do * 2.0 ** uniform(queries, low, 0)
     elif tone == "keys":
         k, q = k * 2.0**-power, q * 2.0**power
     elif tone == "queries":
@@ -139,10 +151,21 @@ def draw(tone: str, packing: Packing, heads: tuple[int, int], dim: int, dtype: t
     return Inputs(q.to(dtype), k.to(dtype), v.to(dtype), do.to(dtype), packing)
 
 
-def disturb(base: Inputs, fresh: Inputs, tone: str, operands: tuple[str, ...], rows: Tensor, how: str) -> Inputs:
-    """``base`` with the named operands of ``rows`` disturbed; ``fresh`` is another draw of the same tone."""
+def _own_keys(k: Tensor, packing: Packing) -> Tensor:
+    """The key at each query's position; zeros where its document has none."""
+    if packing.queries is None:
+        return k
+    document, position = packing.document_of("q"), packing.position_of("q")
+    count, start = torch.tensor(packing.lengths)[document], torch.tensor(packing.offsets)[document]
+    nearest = start + torch.minimum(position.clamp_min(0), (count - 1).clamp_min(0))
+    return torch.where((count > 0)[:, None, None], k[nearest.clamp_max(max(len(k) - 1, 0))], 0.0)
+
+
+def disturb(base: Inputs, fresh: Inputs, tone: str, operands: tuple[str, ...], where: Rows, how: str) -> Inputs:
+    """``base`` with the named operands of some rows disturbed; ``fresh`` is another draw of the same tone."""
     _, lift, spike, room = reach(base.q.dtype)
     for name in operands:
+        rows = where[SIDE[name]]
         x = getattr(base, name)[rows].double()
         if how == "redraw":
             x = getattr(fresh, name)[rows].double()
@@ -166,7 +189,7 @@ class Book:
     def __init__(self, settings: Settings, heads: tuple[int, int], dim: int) -> None:
         self.settings, self.heads, self.dim = settings, heads, dim
         self._bases: dict[tuple[str, int], Inputs] = {}
-        self._sees: dict[tuple[int, ...], Tensor] = {}
+        self._sees: dict[Packing, Tensor] = {}
 
     def base(self, tone: str, variant: int = 0) -> Inputs:
         key = (tone, variant)
@@ -175,32 +198,36 @@ class Book:
             self._bases[key] = draw(tone, s.packing, self.heads, self.dim, s.dtype, s.seed + 5000 * variant)
         return self._bases[key]
 
-    def disturbed(self, tone: str, operand: str, rows: Tensor, how: str) -> Inputs:
+    def disturbed(self, tone: str, operand: str, rows: Rows, how: str) -> Inputs:
         operands = OPERANDS if operand == "all" else (operand,)
         return disturb(self.base(tone), self.base(tone, 1), tone, operands, rows, how)
 
     def sees(self, packing: Packing) -> Tensor:
-        if packing.lengths not in self._sees:
-            self._sees[packing.lengths] = visible(packing, self.settings.left, self.settings.right)
-        return self._sees[packing.lengths]
+        if packing not in self._sees:
+            self._sees[packing] = visible(packing, self.settings.left, self.settings.right)
+        return self._sees[packing]
 
     def change(
         self, tone: str, operand: str, how: str, document: int, start: int, stop: int | None = None
     ) -> Experiment:
         """Disturb positions start..stop of a document and owe whatever the contracts say."""
         s, base = self.settings, self.base(tone)
-        rows = base.packing.rows(document, start, stop)
+        p = base.packing
+        rows = p.both(document, start, stop)
         operands = OPERANDS if operand == "all" else (operand,)
         changed = self.disturbed(tone, operand, rows, how)
-        keep = owed(Change(rows, frozenset(operands)), self.sees(base.packing))
-        same = base.packing.document_of() == document
-        before = same & (base.packing.position_of() < start) if s.right == 0 else torch.zeros_like(same)
+        keep = owed(Change(rows["k"], frozenset(operands), rows["q"]), self.sees(p))
+        if how in NONFINITE:
+            keep["LSE"] = keep["O"]  # a token that is not a number may make NaN of all that its row returns
         checks = []
         for tensor, keeps in keep.items():
+            side = SIDE[tensor]
+            same = p.document_of(side) == document
             if how in NONFINITE:
                 regions = {"nonfinite": keeps}
             else:
-                early = before if tensor in ("O", "dQ") else torch.zeros_like(before)
+                causal = s.right == 0 and tensor not in ("dK", "dV")
+                early = same & (p.position_of(side) < start) if causal else torch.zeros_like(same)
                 regions = {"prefix": keeps & early, "document": keeps & ~same, "mask": keeps & same & ~early}
             for contract, region in regions.items():
                 index = region.nonzero().flatten()
@@ -208,14 +235,14 @@ class Book:
                     checks.append(Check(contract, tensor, index, index))
         moved = torch.arange(0)
         if how == "nan" and operand in ("k", "v", "all"):
-            moved = self.sees(base.packing)[:, rows].any(1).nonzero().flatten()
+            moved = self.sees(p)[:, rows["k"]].any(1).nonzero().flatten()
         return Experiment(base, changed, tone, operand, how, document, start, tuple(checks), moved)
 
     def rearrange(
         self,
         tone: str,
         what: str,
-        parts: list[tuple[Tensor, int | None]],
+        parts: list[tuple[Rows, int | None]],
         tensors: tuple[str, ...],
         contract: str,
         document: int,
@@ -226,40 +253,45 @@ class Book:
         that owes nothing).
         """
         base = self.base(tone)
-        packing = Packing(tuple(len(rows) for rows, _ in parts))
-        changed = base.take(torch.cat([rows for rows, _ in parts]), packing)
+        keys, queries = (tuple(len(rows[side]) for rows, _ in parts) for side in "kq")
+        packing = Packing(keys, None if base.packing.queries is None else queries)
+        changed = base.take({side: torch.cat([rows[side] for rows, _ in parts]) for side in "qk"}, packing)
         if loud:  # fillers that any statistic of the whole call must notice
-            rows = torch.cat([packing.rows(n) for n, (_, d) in enumerate(parts) if d is None])
+            fillers = [packing.both(n) for n, (_, d) in enumerate(parts) if d is None]
+            rows = {side: torch.cat([x[side] for x in fillers]) for side in "qk"}
             changed = disturb(changed, changed, tone, OPERANDS, rows, "spike")
-        rows = torch.cat([r for r, d in parts if d is not None])
-        into = torch.cat([packing.rows(n) for n, (_, d) in enumerate(parts) if d is not None])
-        checks = tuple(Check(contract, t, rows, into) for t in tensors)
-        return Experiment(base, changed, tone, "layout", what, document, cut, checks)
+        checks = []
+        for tensor in tensors:
+            side = SIDE[tensor]
+            rows_of = torch.cat([r[side] for r, d in parts if d is not None])
+            into = torch.cat([packing.rows(n, side=side) for n, (_, d) in enumerate(parts) if d is not None])
+            if len(rows_of):
+                checks.append(Check(contract, tensor, rows_of, into))
+        return Experiment(base, changed, tone, "layout", what, document, cut, tuple(checks))
 
     def truncated(self, tone: str, t: int) -> Experiment:
         """Keep positions < t of the watched document (of every row of a batch)."""
         s, p = self.settings, self.settings.packing
         batched = s.layout == "batched"
         parts = [
-            (p.rows(d, 0, t if batched or d == s.watched else None), d if batched or d == s.watched else None)
+            (p.both(d, 0, t if batched or d == s.watched else None), d if batched or d == s.watched else None)
             for d in range(len(s.lengths))
         ]
-        return self.rearrange(tone, f"cut at {t}", parts, ("O", "dQ"), "truncate", s.watched, t)
+        return self.rearrange(tone, f"cut at {t}", parts, ("O", "LSE", "dQ"), "truncate", s.watched, t)
 
     def moved(self, tone: str) -> Iterator[Experiment]:
         """The same documents elsewhere in the buffer: reversed, alone, after leads of other lengths."""
         s, p = self.settings, self.settings.packing
-        every = ("O", "dQ", "dK", "dV")
-        whole: list[tuple[Tensor, int | None]] = [(p.rows(d), d) for d in range(len(s.lengths))]
-        yield self.rearrange(tone, "documents reversed", whole[::-1], every, "offset", s.watched)
+        whole: list[tuple[Rows, int | None]] = [(p.both(d), d) for d in range(len(s.lengths))]
+        yield self.rearrange(tone, "documents reversed", whole[::-1], TENSORS, "offset", s.watched)
         if s.depth == 0:
             return
-        yield self.rearrange(tone, "alone", [whole[s.watched]], every, "offset", s.watched)
+        yield self.rearrange(tone, "alone", [whole[s.watched]], TENSORS, "offset", s.watched)
         if s.layout == "packed":
             for lead in s.leads:
-                filler = (p.rows(s.watched, 0, lead), None)
+                filler = (p.both(s.watched, 0, lead), None)
                 what, parts = f"after {lead} loud tokens", [filler, whole[s.watched]]
-                yield self.rearrange(tone, what, parts, every, "offset", s.watched, loud=True)
+                yield self.rearrange(tone, what, parts, TENSORS, "offset", s.watched, loud=True)
 
 
 def experiments(book: Book) -> Iterator[Experiment]:

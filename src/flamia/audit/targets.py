@@ -5,8 +5,12 @@ autograd (or a backward that the callable brings) for the gradients under a dO o
 *input* of the experiment, because a suffix of dO may leak into earlier rows of dQ through a shared scale exactly
 as a suffix of V leaks into earlier rows of O.
 
-Two layouts. ``packed``: ``fn(q, k, v, cu_seqlens) -> O`` on (total, H, D) with int32 offsets. ``batched``: ``fn(q,
-k, v) -> O`` on (B, T, H, D), where the rows of the batch play the documents. A tuple's first entry is O.
+Two layouts. ``packed``: ``fn(q, k, v, cu_seqlens) -> O`` on (total, H, D) with int32 offsets, ``fn(q, k, v,
+cu_seqlens_q, cu_seqlens_k) -> O`` where the numbers of queries and keys differ. ``batched``: ``fn(q, k, v) -> O`` on (B,
+T, H, D), where the rows of the batch play the documents.
+
+A tuple's first entry is O. Is the second one shaped as an LSE, (H, T) or (T, H), behind the batch if there is one, it is
+judged too. Where a gradient flows through it, the dLSE of a row is the first entry of its dO, and so is disturbed with it.
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contract import OPERANDS, Packing
+from .contract import OPERANDS, SIDE, Packing, Rows
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """One call's operands on the packed layout: q, do (T, Hq, D); k, v (T, Hk, D)."""
+    """One call's operands on the packed layout: q, do (queries, Hq, D); k, v (keys, Hk, D)."""
 
     q: Tensor
     k: Tensor
@@ -37,16 +41,21 @@ class Inputs:
         out[rows] = values.to(out.dtype)
         return replace(self, **{operand: out})
 
-    def take(self, rows: Tensor, packing: Packing) -> Inputs:
+    def take(self, rows: Rows, packing: Packing) -> Inputs:
         """The same tokens gathered into another packing."""
-        return Inputs(self.q[rows], self.k[rows], self.v[rows], self.do[rows], packing)
+        return Inputs(self.q[rows["q"]], self.k[rows["k"]], self.v[rows["k"]], self.do[rows["q"]], packing)
 
 
-Outputs = dict[str, Tensor]  # "O" always; "dQ", "dK", "dV" where gradients exist; packed layout, on the CPU
+# "O" always; "LSE" (T, H, 1) if it is returned; "dQ", "dK", "dV" where gradients exist; packed layout, on the CPU
+Outputs = dict[str, Tensor]
 
 
 class Refused(Exception):
     """The callable raised. Not a verdict: a length, an option or a non-finite value that it does not take."""
+
+
+class _NotThroughLse(Exception):
+    """The backward raised when it was given a gradient of the LSE as well."""
 
 
 class Target:
@@ -81,6 +90,8 @@ class Target:
             own if backward == "autograd" and callable(own) and not isinstance(fn, torch.nn.Module) else backward
         )
         self.calls = 0
+        self.lse_gradient = True  # ask for the gradient through the LSE, where there is one
+        self.through_lse = False  # whether the last call's gradients had a part of it
         self.notes: set[str] = set()
 
     @property
@@ -91,26 +102,38 @@ class Target:
         """One call, forward and (where there is one) backward; raises ``Refused`` with the callable's own message."""
         self.calls += 1
         try:
-            return self._run(inputs)
+            try:
+                return self._run(inputs)
+            except _NotThroughLse as error:
+                self.lse_gradient = False
+                self.notes.add(f"no gradient through the LSE: {error}")
+                return self._run(inputs)
         except (ValueError, RuntimeError, NotImplementedError, AssertionError, TypeError, IndexError) as error:
             raise Refused(
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
             ) from error
 
     def _run(self, inputs: Inputs) -> Outputs:
-        shape = self._shape(inputs.packing)
+        p = inputs.packing
+        shape = {side: self._shape(p, side) for side in "qk"}
         # Fresh copies: a callable that writes into its operands must not spoil the next experiment.
-        q, k, v, do = (self._lay(getattr(inputs, name), shape) for name in OPERANDS)
+        q, k, v, do = (self._lay(getattr(inputs, name), shape[SIDE[name]]) for name in OPERANDS)
         extra: tuple[Tensor, ...] = ()
         if self.layout == "packed":
-            extra = (torch.tensor(inputs.packing.offsets, dtype=torch.int32, device=self.device),)
+            sides = "k" if p.queries is None else "qk"
+            extra = tuple(torch.tensor(p.offsets_of(s), dtype=torch.int32, device=self.device) for s in sides)
         by_autograd = self.backward == "autograd"
         with torch.enable_grad() if by_autograd else torch.no_grad():
             if by_autograd:
                 q, k, v = (x.requires_grad_() for x in (q, k, v))
             out = self.fn(q, k, v, *extra)
-        if isinstance(out, (tuple, list)):
-            self.notes.add("the callable returns more than O (perhaps its LSE): only the first tensor is judged")
+        lse = None
+        if isinstance(out, (tuple, list)) and out:
+            lse = self._lse(out[1], q) if len(out) > 1 else None
+            if lse is None and any(x is not None for x in out[1:]):
+                self.notes.add(
+                    "the callable returns more than O, and the second is no LSE by its shape: O alone is judged"
+                )
             out = out[0]
         if not isinstance(out, Tensor):
             raise TypeError(
@@ -122,18 +145,28 @@ class Target:
                 f"the callable returned O of shape {tuple(out.shape)}; expected "
                 f"{tuple(q.shape[:-1] + v.shape[-1:])} (layout={self.layout!r})"
             )
-        grads = self._gradients(out, q, k, v, do, extra)
+        grads = self._gradients(out, lse, q, k, v, do, extra)
         with torch.no_grad():
             for name, kept in (("q", q), ("k", k), ("v", v)):
                 if not torch.equal(
                     torch.nan_to_num(kept.detach().flatten(0, -3).cpu()), torch.nan_to_num(getattr(inputs, name))
                 ):
                     self.notes.add(f"the callable writes into the caller's {name}")
-        named = {"O": out, **grads}
-        return {name: x.detach().reshape(inputs.packing.total, -1, x.shape[-1]).cpu() for name, x in named.items()}
+        named = {"O": out, **({} if lse is None else {"LSE": lse}), **grads}
+        return {name: x.detach().flatten(0, -3).cpu() for name, x in named.items()}
+
+    def _lse(self, given: Any, q: Tensor) -> Tensor | None:
+        """(..., T, H, 1) of a second output that has an LSE's shape, heads before rows or after them."""
+        rows, heads = q.shape[:-1], (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        if not isinstance(given, Tensor) or not given.is_floating_point():
+            return None
+        x = given.squeeze(-1) if given.dim() == len(rows) + 1 and given.shape[-1] == 1 else given
+        if x.shape == heads:
+            return x.transpose(-1, -2)[..., None]
+        return x[..., None] if x.shape == rows else None
 
     def _gradients(
-        self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor, extra: tuple[Tensor, ...]
+        self, out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, do: Tensor, extra: tuple[Tensor, ...]
     ) -> Outputs:
         if self.backward is None:
             return {}
@@ -144,11 +177,17 @@ class Target:
             if not out.requires_grad:
                 self.lose_gradients("O does not require grad: the callable has no backward under autograd")
                 return {}
+            through, given = [out], [do.to(out.dtype)]
+            self.through_lse = lse is not None and lse.requires_grad and self.lse_gradient
+            if lse is not None and self.through_lse:
+                through, given = [out, lse], [*given, do[..., :1].to(lse.dtype)]
             try:
-                grads = torch.autograd.grad(out, (q, k, v), do.to(out.dtype), allow_unused=True)
+                grads = torch.autograd.grad(through, (q, k, v), given, allow_unused=True)
             except (RuntimeError, NotImplementedError) as error:
                 if self.calls > 1:  # it worked before, so this is about these inputs
                     raise
+                if len(through) > 1:
+                    raise _NotThroughLse(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
                 self.lose_gradients(f"the backward raised {type(error).__name__}: {str(error).splitlines()[0]}")
                 return {}
         zeros = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, (q, k, v), strict=True))
@@ -158,12 +197,13 @@ class Target:
         self.backward = None
         self.notes.add(f"gradients: {why}; only O was audited")
 
-    def _shape(self, packing: Packing) -> tuple[int, ...]:
+    def _shape(self, packing: Packing, side: str) -> tuple[int, ...]:
+        counts = packing.counts(side)
         if self.layout == "packed":
-            return (packing.total,)
-        if len(set(packing.lengths)) != 1:
-            raise ValueError(f"a batched callable needs equal lengths, not {packing.lengths}")
-        return (len(packing.lengths), packing.lengths[0])
+            return (packing.total_of(side),)
+        if len(set(counts)) != 1:
+            raise ValueError(f"a batched callable needs equal lengths, not {counts}")
+        return (len(counts), counts[0])
 
     def _lay(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return x.to(device=self.device, copy=True).reshape(*shape, *x.shape[1:])
