@@ -137,6 +137,11 @@ def random_packing(seed: int):
     return given, documents, f"seed {seed}: {lengths} / {keys}, heads {heads}, D {d}, window {left}, {right}"
 
 
+# Where a narrow window leaves a row few weights, one number that rounds the other way moves dQ by more than a step of BF16;
+# a row or a mask that is wrong moves it by some tenths.
+LIMIT = 1e-2
+
+
 @pytest.mark.slow
 def test_two_hundred_random_packings():
     wrong = []
@@ -157,7 +162,7 @@ def test_two_hundred_random_packings():
             errors |= {
                 f"{n} alone": 1.0 for n, a, b in zip(NAMES, alone, of_document(got, span)) if not torch.equal(a, b)
             }
-        errors = {name: e for name, e in errors.items() if not e < 4e-3}  # a step of BF16
+        errors = {name: e for name, e in errors.items() if not e < LIMIT}
         if errors:
             wrong.append(f"{text}: {errors}")
     assert not wrong, "\n".join(wrong)
