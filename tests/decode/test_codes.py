@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import offsets, same_bits
 
-from flamia.codes import bytes_per_token, pack, parts, token_values, unpack
+from flamia.codes import bytes_per_token, encode_tokens, pack, parts, token_values, unpack
 from flamia.formats import E4M3, decode
 from flamia.packing import Documents
 from flamia.quantize import quantize
@@ -101,3 +101,18 @@ def test_marks_survive_in_16_bits():
     bad = torch.tensor([[True, False], [False, False], [False, True]])
     values = token_values(*pack(encoded(x, "e4m3:token"), "e4m3:token", 128, bad), torch.bfloat16)
     assert torch.equal(values.isnan().all(-1), bad) and same_bits(values[1], values[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fast_encoder_gives_the_same_bytes(dtype):
+    for size in (1.0, 2.0**-8, 2.0**-120, 2.0**-133, 2.0**100):
+        x = rows(300, 32, size, dtype)
+        for fast, slow in zip(encode_tokens(x), pack(encoded(x, "e4m3:token"), "e4m3:token", 128), strict=True):
+            assert torch.equal(fast, slow)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)  # beside 1, and alone
+    for x in (torch.stack([every, torch.ones_like(every)], -1), every[:, None]):
+        x = x[:, None]
+        bad = ~x.isfinite().all(-1)
+        slow = pack(encoded(torch.where(bad[..., None], 0, x), "e4m3:token"), "e4m3:token", 128, bad)
+        for fast, expected in zip(encode_tokens(x), slow, strict=True):
+            assert torch.equal(fast, expected)

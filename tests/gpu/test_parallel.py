@@ -1,0 +1,68 @@
+"""Context parallel on cards: the bits of one. Two processes on one card with gloo, or one card each with NCCL."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
+
+import traceback
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import flamia
+from flamia.integrations.parallel import ContextParallel
+
+# lengths, (heads, key heads), D, window
+CASES = (
+    ((5000,), (4, 2), 128, None),
+    ((3000, 1, 0, 129, 300, 64, 128), (4, 2), 64, None),
+    ((4000, 300), (2, 2), 128, (500, 0)),
+    ((90,), (2, 1), 64, None),
+)
+
+
+def run(rank: int, ranks: int, backend: str, folder: str) -> None:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    try:
+        for lengths, heads, dim, window in CASES:
+            torch.manual_seed(0)
+            shapes = [(sum(lengths) + 3, h, dim) for h in (heads[0], heads[1], heads[1], heads[0])]
+            q, k, v, do = (torch.randn(shape).to(device, torch.bfloat16) for shape in shapes)
+            k[70, 0, 3] = torch.nan
+            cu = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            o, lse = flamia.attention_varlen(*leaves, cu, causal=True, window=window, return_lse=True)
+            want = [o.detach(), lse.t(), *torch.autograd.grad(o, leaves, do)]
+            here = ContextParallel(cu, window=window)
+            mine = [here.shard(x.detach()).requires_grad_() for x in (q, k, v)]
+            o, lse = here.attention(*mine, return_lse=True)
+            got = [o.detach(), lse.detach().t(), *torch.autograd.grad(o, mine, here.shard(do))]
+            for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), got, want, strict=True):
+                y = here.shard(y.detach())
+                assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num()), (
+                    f"{name} of {lengths}, window {window}: {(x - y).abs().nan_to_num().max()} apart, {here.plan.pieces}"
+                )
+    except BaseException:
+        with open(f"{folder}/failed-{rank}", "w") as file:
+            file.write(traceback.format_exc())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def failures(ranks: int, backend: str, folder) -> list[str]:
+    mp.spawn(run, (ranks, backend, str(folder)), nprocs=ranks)
+    return [path.read_text() for path in sorted(folder.glob("failed-*"))]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_processes_on_one_card(ranks, tmp_path):
+    assert not failures(ranks, "gloo", tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+def test_two_cards(tmp_path):
+    assert not failures(2, "nccl", tmp_path)
