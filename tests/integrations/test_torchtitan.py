@@ -101,7 +101,8 @@ def test_queries_and_keys_of_other_lengths_and_value_heads_of_another_size():
     q, k, v = heads(1, 30, (16, 8))
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ((0, 4, 7), (0, 20, 30)))
     o = Attention.Config().build()(q[:, :7], k, v, attention_masks=VarlenMetadata(cu_q, cu_k, 4, 20))
-    assert o.shape == (1, 7, 4, 8)
+    packed = (x[0].bfloat16() for x in (q[:, :7], k, v))
+    assert torch.equal(o[0], flamia.attention_varlen(*packed, cu_q, cu_seqlens_k=cu_k, causal=True).float())
 
 
 def test_sinks_through_the_out_transform_are_differentiated():
@@ -156,6 +157,9 @@ def test_every_varlen_attention_is_replaced_and_keeps_its_window():
     inner = [layer.attention.inner_attention for layer in converted.layers]
     assert all(type(x) is Attention.Config and (x.recipe, x.backend) == ("bf16", "reference") for x in inner)
     assert [x.window_size for x in inner] == [(-1, 0), (7, 0), *[(-1, 0)] * 4]
+    inner = VarlenAttention.Config(param_init={"a": 1}, sharding_config=object())
+    alone = STRICT.build().convert(inner)
+    assert (alone.param_init, alone.sharding_config) == (inner.param_init, inner.sharding_config)
     assert type(STRICT.build().convert(VarlenAttention.Config(window_size=(3, 0)))) is Attention.Config
 
 
