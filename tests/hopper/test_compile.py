@@ -104,14 +104,39 @@ POINTERS = {
 }
 
 
-@pytest.mark.parametrize("window", [False, True], ids=["", "window"])
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_attention_kernels(kernel, d, window, tmp_path):
+def attention_kernel(kernel: str, d: int, window: bool, tmp_path) -> str:
     tuning = dict(TUNING[kernel, d])
     constants = dict(tuning, D=d, LEFT=window, **({"BN": 128} if kernel == "forward" else {}))
     types = {**POINTERS, **descriptors(kernel, d, tuning)}
-    sass = compiled(KERNELS[kernel], types, constants, GluonASTSource, tmp_path)
+    return compiled(KERNELS[kernel], types, constants, GluonASTSource, tmp_path)
+
+
+def resources(tmp_path) -> dict[str, int]:
+    """What ptxas says a kernel takes: registers of a thread, bytes of the stack."""
+    said = subprocess.run(
+        [str(CUOBJDUMP), "-res-usage", str(tmp_path / "kernel.cubin")], capture_output=True, text=True, check=True
+    ).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
+
+
+EVERY = pytest.mark.parametrize(
+    "kernel, d, window", [(kernel, d, window) for kernel in KERNELS for d in (64, 128) for window in (False, True)]
+)
+
+
+@EVERY
+def test_registers(kernel, d, window, tmp_path):
+    """Three groups of 128 threads start with a third of the 65,536 registers of a multiprocessor each; then the producer
+    gives up what the two consumers take."""
+    sass = attention_kernel(kernel, d, window, tmp_path)
+    assert 3 * 128 * resources(tmp_path)["REG"] <= 65536
+    split = {int(value, 16) for value in re.findall(r"USETMAXREG\S*\s+(?:\S+,\s*)?(0x[0-9a-f]+)", sass)}
+    assert {24, 240} <= split  # 128 * (2 * 240 + 24) of them
+
+
+@EVERY
+def test_attention_kernels(kernel, d, window, tmp_path):
+    sass = attention_kernel(kernel, d, window, tmp_path)
     loops = product_loops(sass)
     assert len(loops) >= 4, "two consumers, each with a loop of whole and a loop of masked steps"
     for body in loops:
@@ -141,13 +166,20 @@ SMALL = {
 }
 
 
+SCHEDULES = [{"Q_STEP": 64, "SHIFT_Q": q, "SHIFT_K": k, "CHUNK": 1024} for q, k in ((0, 0), (0, 1), (3, 4))]
+ENCODERS = [{"D": d, "ROWS": quantize.ROWS} for d in (64, 128)]
+
+
 @pytest.mark.parametrize(
     "fn, constants, warps",
     [
-        (schedule.schedule_kernel, {"Q_STEP": 64, "SHIFT_Q": 0, "SHIFT_K": 0, "CHUNK": 1024}, 8),
-        (quantize.encode_kernel, {"D": 128, "ROWS": 32}, 4),
-        (quantize.encode_gradient_kernel, {"D": 64, "ROWS": 32, "HAS_DLSE": True}, 4),
-        (quantize.encode_gradient_kernel, {"D": 128, "ROWS": 32, "HAS_DLSE": False}, 4),
+        *((schedule.schedule_kernel, constants, 8) for constants in SCHEDULES),
+        *((quantize.encode_kernel, constants, 4) for constants in ENCODERS),
+        *(
+            (quantize.encode_gradient_kernel, {**constants, "HAS_DLSE": dlse}, 4)
+            for constants in ENCODERS
+            for dlse in (False, True)
+        ),
     ],
 )
 def test_small_kernels(fn, constants, warps, tmp_path):
