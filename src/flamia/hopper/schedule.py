@@ -32,6 +32,7 @@ OPEN = 1 << 29  # an open side of a window
 
 # words of a record; "own" is the side that the item's block lies on, "other" the side it walks along
 ROW, VALID, PAD, POSITION, OTHER_PAD, OTHER_LENGTH, FIRST, END, OTHER_ROW, SHIFT = (tl.constexpr(i) for i in range(10))
+WORDS = tl.constexpr(10)  # that are written, of the 16
 
 
 class Plan(NamedTuple):
@@ -198,7 +199,7 @@ def _sort(BLOCKS, ITEMS, HIST, blocks, cap, SHIFT_BY: tl.constexpr, CHUNK: tl.co
         steps = tl.load(record + END, mask=live, other=0) - tl.load(record + FIRST, mask=live, other=0)
         place = tl.atomic_add(HIST + 1023 - tl.minimum(steps >> SHIFT_BY, 1023), 1, mask=live, sem="relaxed")
         place = tl.where(live, place, b)
-        inside = (b < cap)[:, None]
+        inside = (b < cap)[:, None] & (word < WORDS)[None, :]
         words = tl.load(BLOCKS + b[:, None] * 16 + word[None, :], mask=inside, other=0)
         tl.store(ITEMS + place[:, None] * 16 + word[None, :], words, mask=inside)
 
