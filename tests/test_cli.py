@@ -109,9 +109,10 @@ def test_without_typer_the_command_says_what_to_install():
     assert done.stderr == "flamia: the command line needs typer: pip install 'flamia[cli]'\n"
 
 
-def test_numbers_that_json_does_not_know_become_null(capsys):
-    cli.emit({"a": [1.5, float("nan")], "b": (float("-inf"),)})
-    assert json.loads(capsys.readouterr().out) == {"a": [1.5, None], "b": [None]}
+def test_numbers_that_json_does_not_know_become_strings(capsys):
+    cli.emit({"a": [1.5, float("nan"), None], "b": (float("-inf"),), "c": {"d": float("inf")}})
+    said = capsys.readouterr().out
+    assert json.loads(said, parse_constant=pytest.fail) == {"a": [1.5, "nan", None], "b": ["-inf"], "c": {"d": "inf"}}
 
 
 # ------------------------------------------------------------------------------------------------------------ audit
@@ -133,6 +134,53 @@ def test_the_exit_code_of_an_audit_is_its_verdict(flamia, monkeypatch, tmp_path,
     code, out, _ = flamia("audit", f"someones_attention:{name}", *options, "--json")
     assert code == expected and json.loads(out)["verdict"] == verdict
     assert verdict in page.read_text()
+
+
+def test_what_a_function_is_asked_with_reaches_it(flamia, monkeypatch, tmp_path):
+    (tmp_path / "windowed_attention.py").write_text(
+        "import torch, flamia\n"
+        "def windowed(q, k, v, cu_q, cu_k):\n"
+        "    assert q.dtype == torch.float16\n"
+        "    return flamia.attention_varlen(q, k, v, cu_q, cu_seqlens_k=cu_k, causal=True, window=(40, 0), return_lse=True)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    asked = (
+        "--effort",
+        "spot",
+        "--head-dim",
+        16,
+        "--dtype",
+        "fp16",
+        "--cross",
+        "--seed",
+        3,
+        "--claim",
+        "mask",
+        "--json",
+    )
+    code, out, _ = flamia("audit", "windowed_attention:windowed", "--window", 40, 0, *asked)
+    found = json.loads(out)
+    told = {"dtype": "float16", "cross": True, "window": [40, 0], "seed": 3, "effort": "spot"}
+    assert code == 0 and found["target"].items() >= told.items()
+    assert {t["tensor"] for t in found["tried"]} == {"O", "LSE", "dQ", "dK", "dV"}
+    code, out, _ = flamia("audit", "windowed_attention:windowed", "--window", 20, 0, *asked)
+    assert code == 1 and json.loads(out)["statuses"]["mask"] == "leak"  # a window of 20 was promised, 40 are read
+
+
+@pytest.mark.parametrize("flag", ["quick", "thorough"])
+def test_efforts_have_flags_and_time_ends_them(flamia, monkeypatch, tmp_path, flag):
+    (tmp_path / "slow_attention.py").write_text(
+        "import time, flamia\n"
+        "def slow(q, k, v, cu_seqlens):\n"
+        "    time.sleep(0.1)\n"
+        "    return flamia.attention_varlen(q, k, v, cu_seqlens, causal=True)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    asked = ("--head-dim", 16, "--heads", 2, "--kv-heads", 1, "--seconds", 1, "--json")
+    code, out, _ = flamia("audit", "slow_attention:slow", f"--{flag}", *asked)
+    found = json.loads(out)
+    assert code == 2 and found["target"]["effort"] == flag and found["verdict"] == "undecided"
+    assert any(r.startswith("out of time: ") and "experiments were not run" in r for r in found["reasons"])
 
 
 def test_recipes_are_audited_against_their_own_claims(flamia):
@@ -178,6 +226,10 @@ def test_train_evaluate_and_resume(flamia, text, tmp_path):
     [
         (("audit", "--recipe", "mxfp8/fast", "--claim", "mask"), "their own claims"),
         (("audit", "--heads", 8), "their own claims"),
+        (("audit", "--window", 3, 0), "their own claims"),
+        (("audit", "--quick", "--thorough"), "give one of --effort"),
+        (("audit", "--target", "sdpa:math", "--dtype", "fp16"), "swept over them"),
+        (("audit", "math:sqrt", "--dtype", "int8"), "allowed are bf16"),
         (["audit", "attention.py:forward"], "write attention:forward"),
         (["audit", "math:sqrt", "--device", "gpu"], "write cpu, cuda or cuda:0"),
         (["train", "-r", "mxfp8/safe"], "recipe 'mxfp8/safe': no preset 'safe'; there are strict, fold, fast"),

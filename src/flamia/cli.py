@@ -8,6 +8,7 @@ traceback and exit code 2; a bug keeps its traceback. ``flamia audit`` answers w
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from dataclasses import asdict
@@ -22,6 +23,8 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"flamia: the command line needs {error.name}: pip install 'flamia[cli]'") from None
 
+from flamia.cli_audit import audit
+from flamia.cli_options import Data, Device, JsonFlag, Recipes, Seed, Threads, check_device, print_wide, set_threads
 from flamia.console import Lane, MissingExtra, Progress, emit, require
 from flamia.recipe import CONTROLS, Recipe
 
@@ -31,19 +34,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Recipes = Annotated[
-    list[str] | None,
-    typer.Option("--recipe", "-r", help='A recipe such as "mxfp8/strict", or the name of a control; may be repeated.'),
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(help="A text file or a folder of them; by default Python's own standard library."),
-]
-Device = Annotated[str | None, typer.Option(help='"cpu" or "cuda"; by default the GPU if there is one.')]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
-Seed = Annotated[int, typer.Option(help="Seed of inputs, weights and data order.")]
 
 
 def recipe_text(text: str) -> str:
@@ -56,27 +46,6 @@ def trained_text(text: str) -> str:
     from flamia.train.evaluate import TORCH
 
     return TORCH if text == TORCH else recipe_text(text)
-
-
-def set_threads(threads: int) -> None:
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)
-
-
-def check_device(device: str | None) -> None:
-    """Refuse a device that is not here, before any work and without a traceback."""
-    import torch
-
-    if device is None:
-        return
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ValueError(f"device = {device!r}: write cpu, cuda or cuda:0") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {device!r}: torch finds no CUDA device here")
 
 
 @app.command()
@@ -131,9 +100,13 @@ def train(
     threads: Threads = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a byte model with one or several recipes on the same batches, and judge each through exact attention."""
+    """Train a byte model with one or several recipes on the same batches, and judge each through exact attention.
+
+    Under torchrun the ranks share each batch and split the weights (FSDP2): torchrun --nproc-per-node 2 -m flamia train.
+    """
     from flamia import train as room
     from flamia.train import checkpoint, plots
+    from flamia.train.ranks import started
 
     set_threads(threads)
     check_device(device)
@@ -148,16 +121,22 @@ def train(
         if not resume and (newest := checkpoint.latest(folder)):
             raise ValueError(f"{newest} is of an earlier run: continue it with --resume, or give another --out")
     corpus = room.load_corpus(data)
-    print(corpus, file=sys.stderr)
     runs = []
-    for config, folder in zip(configs, folders, strict=True):
-        with Progress() as progress:
-            lane = progress.lane(config.recipe)
+    with started(device) as (ranks, own_device):
+        if ranks.first:
+            print(corpus, file=sys.stderr)
+        for config, folder in zip(configs, folders, strict=True):
+            with Progress(stream=None if ranks.first else io.StringIO()) as progress:
+                lane = progress.lane(config.recipe)
 
-            def show(record: dict[str, Any], lane: Lane = lane, total: int = config.steps) -> None:
-                lane.update(record["step"], total, f"loss {record['loss']:.3f}")
+                def show(record: dict[str, Any], lane: Lane = lane, total: int = config.steps) -> None:
+                    lane.update(record["step"], total, f"loss {record['loss']:.3f}")
 
-            runs.append(room.train(config, corpus, folder, device=device, resume=resume, on_step=show))
+                runs.append(
+                    room.train(config, corpus, folder, device=own_device, resume=resume, on_step=show, ranks=ranks)
+                )
+    if not ranks.first:
+        return
     plots.save(plots.loss_curves(runs), out / "losses.png")
     summaries = [run.summary() for run in runs]
     if as_json:
@@ -231,94 +210,7 @@ def accuracy(
         print_wide(table(results))
 
 
-@app.command()
-def audit(
-    target: Annotated[
-        str | None,
-        typer.Argument(help="module:function to audit; without it, this library's own presets and its known leaks."),
-    ] = None,
-    recipe: Recipes = None,
-    effort: Annotated[
-        str | None,
-        typer.Option(help="spot, brief, quick, normal or thorough; default: quick for a function, brief for presets."),
-    ] = None,
-    layout: Annotated[str, typer.Option(help='"packed": fn(q, k, v, cu_seqlens); "batched": fn(q, k, v).')] = "packed",
-    causal: Annotated[bool, typer.Option(help="What the function is meant to mask.")] = True,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 2,
-    head_dim: Annotated[int, typer.Option(min=1, max=256)] = 32,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option("--target", help='Other attentions with all their options: "sdpa", "all", m:f; may be repeated.'),
-    ] = None,
-    list_targets: Annotated[
-        bool, typer.Option("--list-targets", help="What --target knows, and what is here.")
-    ] = False,
-    seconds: Annotated[float, typer.Option(min=0, help="Time for each --target.")] = 600.0,
-    model: Annotated[
-        str | None, typer.Option(help="module:factory that builds a causal language model, tokens -> logits.")
-    ] = None,
-    claim: Annotated[
-        list[str] | None,
-        typer.Option(help="A contract that counts; may be repeated. Default: all but mask, nonfinite and mass."),
-    ] = None,
-    device: Annotated[str, typer.Option()] = "cpu",
-    seed: Seed = 0,
-    html: Annotated[Path | None, typer.Option(help="Also write a page with heat maps.")] = None,
-    threads: Threads = 0,
-    as_json: JsonFlag = False,
-) -> None:
-    """Can an attention, or a model, see the future or other documents? Exit code 0 clean, 1 leak, 2 could not judge."""
-    from flamia.audit import ModelReport, RecipeAudit, Report, audit_callable, audit_model, audit_recipes, peer_modules
-    from flamia.audit.loading import load_function
-    from flamia.audit.peer_report import PeerAudit, listing, listing_table
-
-    set_threads(threads)
-    check_device(device)
-    if sum(map(bool, (target, recipe, model, peer))) > 1 or (model and html):
-        raise typer.BadParameter("give one of module:function, --recipe, --target, --model (which has no --html)")
-    if not (target or peer or model) and (claim or (layout, causal, heads, kv_heads) != ("packed", True, 4, 2)):
-        raise typer.BadParameter("presets are held to their own claims: other options describe a module:function")
-    if peer and claim:
-        raise typer.BadParameter("--claim: a --target is held to the default contracts, and to mask under a window")
-    report: Report | RecipeAudit | ModelReport | PeerAudit
-    if list_targets:
-        known = peer_modules.peers()
-        emit(listing(known)) if as_json else print_wide(listing_table(known))
-        raise typer.Exit()
-    if peer:
-        with Progress() as progress:
-            report = peer_modules.sweep(
-                peer, load_function, layout=layout, causal=causal, effort=effort or "brief", seconds=seconds, seed=seed,
-                device=device, progress=progress.lane("audit").update,
-            )  # fmt: skip
-    elif model is not None:
-        built = load_function(model)()
-        report = audit_model(
-            built.to(device) if hasattr(built, "to") else built, claims=claim or None, effort=effort or "quick",
-            seed=seed, device=device, name=model,
-        )  # fmt: skip
-    elif target is not None:
-        report = audit_callable(
-            load_function(target), layout=layout, causal=causal, heads=(heads, kv_heads), head_dim=head_dim,
-            claims=claim or None, effort=effort or "quick", seed=seed, device=device, name=target,
-            progress=sys.stderr.isatty() and not as_json,
-        )  # fmt: skip
-    else:
-        with Progress() as progress:
-            report = audit_recipes(
-                recipe or None, effort=effort or "brief", head_dim=head_dim, seed=seed, device=device,
-                progress=progress.lane("audit").update,
-            )  # fmt: skip
-    if html is not None and not isinstance(report, ModelReport):
-        html.parent.mkdir(parents=True, exist_ok=True)
-        report.to_html(html)
-        print(f"page: {html}", file=sys.stderr)
-    if as_json:
-        print(report.to_json())
-    else:
-        print_wide(report)
-    raise typer.Exit(report.exit_code)
+app.command()(audit)
 
 
 @app.command()
@@ -358,11 +250,6 @@ def bench(context: typer.Context) -> None:
     from flamia.bench.run import main as run
 
     run(context.args)
-
-
-def print_wide(value: Any) -> None:
-    """Print a rich value; into a pipe wide enough for any table, since one cut to 80 columns is unreadable."""
-    Console(width=None if sys.stdout.isatty() else 200).print(value)
 
 
 def refused(error: BaseException) -> bool:

@@ -8,12 +8,13 @@ elsewhere plain lines every few seconds and one at each end. ``require`` is how 
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import time
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, TextIO
+
+from flamia import jsonable
 
 
 class MissingExtra(ImportError):
@@ -31,18 +32,8 @@ def require(name: str) -> ModuleType:
 
 
 def emit(value: Any) -> None:
-    """One JSON document on standard output; NaN and infinity, which JSON does not know, become null."""
-    print(json.dumps(finite(value), indent=2, allow_nan=False))
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return None
-    return value
+    """One JSON document on standard output, as ``jsonable`` writes it."""
+    print(jsonable.text(value, indent=2))
 
 
 @dataclass

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from flamia.audit import LEAKY, audit_callable
-from flamia.audit.auditor import EFFORTS, control_settings, run_controls, settings_for
+from flamia.audit.auditor import run_controls
 from flamia.audit.controls import EXACT, block_scaled, e4m3
+from flamia.audit.efforts import EFFORTS, control_settings, settings_for
 
 SMALL = {"lengths": (13, 75, 0, 1, 21), "heads": (2, 1), "head_dim": 16}
 

@@ -149,3 +149,14 @@ def test_writing_into_the_callers_tensors_is_noticed():
 
     report = audit_callable(centring, backward=None, effort="spot", **SMALL)
     assert "the callable writes into the caller's k" in report.notes
+
+
+def test_progress_is_told_and_time_ends_an_audit():
+    told = []
+    whole = audit_callable(attend, effort="spot", progress=lambda *x: told.append(x), seconds=1000, **SMALL)
+    done, totals, notes = zip(*told)
+    assert done == tuple(range(len(told))) and set(totals) == {len(told) - 1} and "spike" in " ".join(notes)
+    assert whole.verdict == "clean" and not whole.doubts
+    late = audit_callable(attend, effort="spot", seconds=0, **SMALL)
+    assert late.verdict == "undecided" and late.exit_code == 2
+    assert f"out of time: {len(told) - 1} of {len(told) - 1} experiments were not run" in late.reasons

@@ -11,9 +11,9 @@ from audit import toys
 
 import flamia
 from flamia.audit import audit_callable
-from flamia.audit.auditor import query_counts
 from flamia.audit.contract import Packing, visible
 from flamia.audit.controls import attend, by_groups, documents, mask_of, shared_scale, straight
+from flamia.audit.efforts import query_counts
 from flamia.audit.mass import measure
 from flamia.audit.peers import Options, probe
 from flamia.audit.targets import Target

@@ -132,7 +132,26 @@ def test_the_command_line_audits_what_a_factory_builds(monkeypatch, capsys, tmp_
         cli.main()
     got = json.loads(capsys.readouterr().out)
     assert (left.value.code or 0) == expected == got["exit_code"] and got["target"]["name"] == f"someones_models:{name}"
-    monkeypatch.setattr("sys.argv", ["flamia", *options, "--html", "page.html"])
+    monkeypatch.setattr("sys.argv", ["flamia", *options, "--html", "pages/page.html"])
     with pytest.raises(SystemExit) as left:
         cli.main()
-    assert left.value.code == 2 and "--html" in capsys.readouterr().err
+    assert (left.value.code or 0) == expected and "page: pages/page.html" in capsys.readouterr().err
+    assert (tmp_path / "pages" / "page.html").read_text().count("someones_models") >= 2
+
+
+def test_the_page_of_a_model_stands_alone(tmp_path):
+    leak = audit_model(Small(None, by_sequence), name="a <b>", **BRIEF)
+    page = leak.to_html(tmp_path / "m.html")
+    assert (tmp_path / "m.html").read_text() == page and "<b>" not in page and "a &lt;b&gt;" in page
+    assert "http" not in page and "<script" not in page and page.count("data:image/png;base64,") == 3
+    assert leak.paragraph.startswith("a <b> leaks: its logits depend on tokens") and "layers.1" in leak.paragraph
+    assert "carries it" in page and "groups of 32" in page and 'class="leak"' in page
+    for spot in leak.blind_spots:
+        assert spot.split("'")[0].split('"')[0][:40] in page
+    where = [f for f in leak.findings if f.contract == "prefix" and f.cut]
+    assert where and all(max(f.positions) < f.cut and min(f.positions) == f.first for f in where)
+    assert "positions" not in leak.to_dict()["findings"][0]
+    sound = audit_model(Small(None, None), name="sound", **BRIEF)
+    page = sound.to_html()
+    assert page.count("data:image/png;base64,") == 1 and "Modules" not in page and 'class="clean"' in page
+    assert "kept everything" in sound.paragraph and "2 were seen" in sound.paragraph

@@ -11,13 +11,13 @@ from audit.unsteady import UNSTEADY, Atomic
 
 from flamia.audit import CONTRACTS, audit_callable
 from flamia.audit.contract import Packing
-from flamia.audit.controls import attend
+from flamia.audit.controls import attend, shared_gradient
 from flamia.audit.probes import draw
 from flamia.audit.targets import Target
 
 QUICK = {**SIZES, "effort": "quick", "explain": False}
 SMALL = {**QUICK, "lengths": (13, 75, 0, 1, 21)}
-ESCAPES = {"normaliser_sees_ahead"}  # at "quick": one row of 64 looks one token ahead, at a place where nothing is cut
+ESCAPES: set[str] = set()  # at "quick"
 
 
 def test_there_are_forty_of_different_names():
@@ -50,7 +50,9 @@ def test_quick_catches_enough():
 @pytest.mark.parametrize("name", UNSTEADY)
 def test_dice_are_never_called_a_leak(name):
     report = audit_callable(UNSTEADY[name](), claims=("repeat", "prefix", "document", "mask"), **SMALL)
-    assert report.verdict == "undecided" and report.calls < 500
+    # Float32 dice in dK and dV change a bit of 16 in few calls: that all of these miss it is possible, and no accusation.
+    fine = ("undecided", "clean") if name == "dK and dV alone" else ("undecided",)
+    assert report.verdict in fine and report.calls < 500
     assert "leak" not in {report.statuses[c] for c in CONTRACTS if c not in ("nonfinite", "mass")}
 
 
@@ -74,7 +76,26 @@ class Leaky(Atomic):
 
 def test_a_leak_under_dice_is_found_again():
     report = audit_callable(Leaky("O"), until="leak", **QUICK)
-    assert report.verdict == "leak" and report.statuses["document"] == "leak"
+    assert report.verdict == "leak" and {f.tensor for f in report.findings if f.kind == "leak"} == {"O"}
+
+
+class LeakyGradient(Atomic):
+    """Exact but for noise, and dQ reads dO under one scale for 32 rows: a leak inside a noisy dQ, whose first row, zero in
+    exact arithmetic, is noise alone."""
+
+    def backward(self, q, k, v, cu, do):
+        dq, _, _ = super().backward(q, k, v, cu, shared_gradient(do.double(), cu).to(do.dtype))
+        return dq, *super().backward(q, k, v, cu, do)[1:]
+
+
+@pytest.mark.parametrize("tensors", ["O dQ", "O dQ dK dV"])
+def test_noise_of_a_row_that_is_zero_does_not_hide_a_leak(tensors):
+    leaky = LeakyGradient(tensors, dtype=torch.bfloat16)  # D comes from a noisy O, so dQ of row 0 is noise
+    report = audit_callable(leaky, claims=("repeat", "prefix", "document"), **SMALL | {"effort": "brief"})
+    assert report.verdict == "leak" and report.statuses["prefix"] == "leak"
+    assert {f.tensor for f in report.findings if f.kind == "leak" and f.contract == "prefix"} == {"dQ"}
+    noise = [f for f in report.findings if f.contract == "repeat" and f.tensor == "dQ"]
+    assert max(f.largest for f in noise) > 1 > 8 * max(f.units for f in noise)  # all of the row, and next to nothing
 
 
 def test_memory_of_the_call_before_is_told_from_dice():

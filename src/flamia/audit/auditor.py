@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,127 +18,11 @@ import torch
 from . import controls, mass
 from .contract import CONTRACTS, DEFAULT_CLAIMS, IMPLIES, resolve_claims, sides
 from .diagnose import diagnose
+from .efforts import CONTROL_DIM, CONTROL_HEADS, MASS_LENGTHS, control_settings, settings_for
 from .judge import Judge
-from .probes import NONFINITE, TONES, Book, Experiment, Settings, blunt_groups, experiments
+from .probes import NONFINITE, Book, Experiment, Made, Settings, blunt_groups, experiments, planned
 from .report import ControlResult, Report
 from .targets import Refused, Target
-
-EFFORTS = ("spot", "brief", "quick", "normal", "thorough")
-# More than eight documents from "quick" on: tables of documents have sizes, too.
-_SHORT, _LONG = (13, 170, 0, 1, 33), (13, 300, 0, 1, 45, 2, 3, 1, 17, 5, 9)
-LENGTHS: dict[str, tuple[int, ...]] = {
-    "spot": _SHORT,
-    "brief": _SHORT,
-    "quick": _LONG,
-    "normal": _LONG,
-    "thorough": (13, 300, 0, 1, 0, 77, 2, 3, 1, 17, 5, 9, 1, 1, 1, 4, 1, 2, 6),
-}
-CUTS: dict[str, tuple[int, ...]] = {
-    "spot": (139,),
-    "brief": (7, 139),
-    "quick": (7, 45, 139, 267),
-    "normal": (1, 7, 21, 45, 77, 139, 203, 267),
-    "thorough": (1, 7, 21, 32, 45, 64, 77, 110, 139, 171, 203, 235, 267, 299),
-}
-_AROUND = (96, 100, 127, 128, 129, 160, 191, 192, 200, 255, 256, 257, 288, 299)
-TRUNCATIONS: dict[str, tuple[int, ...]] = {
-    "spot": (150,),
-    "brief": (33, 129, 150),
-    "quick": (1, 31, 33, 64, 100, 129, 200, 256, 299),
-    "normal": (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, *_AROUND),
-    "thorough": (*range(1, 67), *_AROUND),
-}
-_ALL = ("spike", "redraw", "cross", "lift")
-DISTURBANCES = {"spot": _ALL[:1], "brief": _ALL[:1], "quick": _ALL[:3], "normal": _ALL, "thorough": _ALL}
-LEADS = {"spot": (), "brief": (39,), "quick": (1, 39), "normal": (1, 16, 39, 128), "thorough": (1, 16, 39, 128)}
-MASS_LENGTHS: dict[str, tuple[int, ...]] = {
-    "spot": (),
-    "brief": (300,),
-    "quick": (33, 300, 1024),
-    "normal": (33, 128, 300, 1024, 2048),
-    "thorough": (33, 128, 300, 1024, 2048, 4096),
-}
-# Controls are small: two heads, and a document just past the widest group that one of them shares.
-CONTROL_LENGTHS, CONTROL_HEADS, CONTROL_DIM = (13, 75, 0, 1, 21), (2, 1), 16
-
-
-def inside(positions: tuple[int, ...], longest: int) -> tuple[int, ...]:
-    """Positions within a document. One past its end is taken modulo 64, which keeps it inside, or on the edge of, every
-    group of up to 64; then, in a document shorter than that, modulo its length.
-    """
-    kept = {p if p < longest else p % 64 % longest for p in positions} - {0}
-    return tuple(sorted(kept)) or (longest // 2,)
-
-
-def query_counts(lengths: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """Numbers of queries that differ from ``lengths``, those of keys: fewer in the longest document (by a number that is
-    on the edge of no group, and leaves queries before most cuts), elsewhere more, as many, none, and some where there
-    are no keys.
-    """
-    longest = max(lengths)
-    fewer = longest - 37 if longest > 100 else longest - min(5, longest // 4)
-    if layout == "batched":
-        return (fewer,) * len(lengths)
-    others = {0: lambda n: n + 7, 1: lambda n: n, 2: lambda n: 0}
-    return tuple(
-        fewer if d == lengths.index(longest) else 3 if n == 0 else others[d % 3](n) for d, n in enumerate(lengths)
-    )
-
-
-def settings_for(
-    effort: str,
-    layout: str,
-    dtype: torch.dtype,
-    window: tuple[int | None, int | None],
-    cuts: Sequence[int] | None,
-    lengths: Sequence[int] | None,
-    seed: int,
-    cross: bool | Sequence[int] = False,
-) -> Settings:
-    """The probes of one effort. ``cuts`` and ``lengths`` override; the watched document is the longest. ``cross``: other
-    numbers of queries than of keys, those given or ``query_counts``.
-    """
-    if effort not in EFFORTS:
-        raise ValueError(f"effort={effort!r}: allowed are {', '.join(EFFORTS)}")
-    chosen = tuple(int(n) for n in lengths) if lengths is not None else LENGTHS[effort]
-    if layout == "batched":
-        chosen = (max(chosen),) * 2
-    if not chosen or min(chosen) < 0 or max(chosen) < 2:
-        raise ValueError(f"lengths={chosen}: document lengths in tokens, none negative and one of 2 or more")
-    longest = max(chosen)
-    given = inside(CUTS[effort], longest) if cuts is None else tuple(int(c) for c in cuts)
-    where = tuple(sorted({c for c in given if 0 < c < longest}))
-    if not where:
-        raise ValueError(
-            f"cuts={list(cuts) if cuts is not None else None}: positions strictly inside the longest document "
-            f"(1..{longest - 1}), at least one"
-        )
-    queries: tuple[int, ...] | None = None
-    if cross is True:
-        queries = query_counts(chosen, layout)
-    elif cross is not False:
-        queries = tuple(int(n) for n in cross)
-        if len(queries) != len(chosen) or min(queries) < 0 or queries[chosen.index(longest)] < 2:
-            raise ValueError(
-                f"cross={queries}: the number of queries of each of the {len(chosen)} documents, none negative, and two "
-                "or more in the longest"
-            )
-    return Settings(
-        queries=queries,
-        lengths=chosen,
-        watched=chosen.index(longest),
-        cuts=where,
-        truncations=inside(TRUNCATIONS[effort], longest),
-        leads=tuple(n for n in LEADS[effort] if n < longest),
-        tones=TONES,
-        disturbances=DISTURBANCES[effort],
-        depth=EFFORTS.index(effort),
-        layout=layout,
-        dtype=dtype,
-        left=window[0],
-        right=window[1],
-        seed=seed,
-    )
 
 
 def accepted(target: Target, settings: Settings, may_change: bool) -> tuple[Settings, list[str]]:
@@ -171,23 +54,6 @@ def accepted(target: Target, settings: Settings, may_change: bool) -> tuple[Sett
         f"head_dim={target.head_dim}, "
         f"dtype={target.dtype}, layout={target.layout!r} and lengths= are yours to set (layout={other!r} if it takes {takes}). "
         f"It said: {spots[0]}"
-    )
-
-
-def control_settings(settings: Settings) -> Settings:
-    """The same probes on a small packing."""
-    longest = max(CONTROL_LENGTHS)
-    return replace(
-        settings,
-        lengths=CONTROL_LENGTHS,
-        watched=CONTROL_LENGTHS.index(longest),
-        cuts=inside(settings.cuts, longest),
-        truncations=inside(settings.truncations, longest),
-        leads=tuple(n for n in settings.leads if n < longest),
-        layout="packed",
-        left=None,
-        right=0,
-        queries=None,
     )
 
 
@@ -233,7 +99,8 @@ def audit_callable(
     seed: int = 0,
     device: str | torch.device = "cpu",
     backward: str | Callable[..., Any] | None = "autograd",
-    progress: bool = False,
+    progress: bool | Callable[[int, int, str], None] = False,
+    seconds: float | None = None,
     cuts: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
     name: str | None = None,
@@ -257,6 +124,8 @@ def audit_callable(
         effort: "quick", "normal" or "thorough"; "spot" and "brief" (some twenty and fifty calls) leave out most
         pairs of tone and operand.
         backward: "autograd", a callable with ``fn.backward``'s signature, or None to audit O alone.
+        progress: a bar on the terminal, or a callable that is told (experiments done, in all, what comes next).
+        seconds: after them no further experiment is begun, and the verdict is never "clean" then.
         cuts: first disturbed positions in the longest document. Only multiples of a group size: warned about, and
         never "clean".
         lengths: the documents' lengths, for callables that take only some.
@@ -286,7 +155,9 @@ def audit_callable(
     judge.repeat(settings.tones[: (1, 2, 3, 6, 6)[settings.depth]], "the same call again")
     counts = {part for c in claimed for part in IMPLIES.get(c, (c,))}
     stopped = False
-    for e in _shown(experiments(judge.book), progress):
+    plan = planned(judge.book)
+    late = None if seconds is None else _Late(start + seconds, len(plan))
+    for e in _shown(plan, progress, late):
         found = judge.run(e)
         if e.operand == "layout" and e.cut is not None and any(f.kind == "order" for f in found):
             # Is it the order of a sum? Then other contents behind the same cut, at equal length, move nothing.
@@ -333,7 +204,7 @@ def audit_callable(
         controls=results,
         blind_spots=spots + _blind_spots(judge, settings, claims is None),
         notes=sorted(target.notes),
-        doubts=_doubts(settings, results),
+        doubts=_doubts(settings, results) + ([late.text] if late and late.left else []),
         stopped=stopped,
     )
     if explain and any(f.kind == "leak" and f.contract != "nonfinite" for f in judge.findings):
@@ -342,13 +213,36 @@ def audit_callable(
     return report
 
 
-def _shown(planned: Iterator[Experiment], progress: bool) -> Iterable[Experiment]:
-    """Experiments are built as they are run, since a list of them holds gigabytes at a model's sizes; so no total."""
-    if not progress:
-        return planned
-    from rich.progress import track
+class _Late:
+    """When the time is over, and how much was left then."""
 
-    return track(planned, description="experiments", total=None)
+    def __init__(self, deadline: float, planned: int) -> None:
+        self.deadline, self.planned, self.left = deadline, planned, 0
+
+    @property
+    def text(self) -> str:
+        return f"out of time: {self.left} of {self.planned} experiments were not run"
+
+
+def _shown(
+    plan: list[Made], progress: bool | Callable[[int, int, str], None], late: _Late | None
+) -> Iterator[Experiment]:
+    """The experiments of a plan, each built when it is run, until the time is over."""
+    steps: Iterable[Made] = plan
+    if progress is True:
+        from rich.progress import track
+
+        steps = track(plan, description="experiments")
+    for n, made in enumerate(steps):
+        if late and time.perf_counter() > late.deadline:
+            late.left = len(plan) - n
+            return
+        e = made()
+        if callable(progress):
+            progress(n, len(plan), e.name)
+        yield e
+    if callable(progress):
+        progress(len(plan), len(plan), "sums and controls")
 
 
 def _doubts(settings: Settings, results: list[ControlResult]) -> list[str]:
@@ -377,8 +271,8 @@ def _blind_spots(judge: Judge, settings: Settings, default_claims: bool) -> list
     if not judge.stable:
         floor = ", ".join(f"{t} {x:.2g}" for t, x in judge.floor.items() if x)
         spots.append(
-            f"not repeatable: no bitwise verdict; changes below 8 times the floor ({floor}, relative to the row) "
-            "are invisible"
+            f"not repeatable: no bitwise verdict; changes below 8 times the floor ({floor}, in units of what another "
+            "order of summation moves) are invisible"
         )
     if judge.keeps_state:
         spots.append(

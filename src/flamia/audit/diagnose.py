@@ -137,17 +137,19 @@ def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
     carry = carriers(leaks, asked)
     said = [
         f"{tensor} is moved by "
-        + (" and by ".join(names) if names != ["all"] else "several operands at once, by none alone")
+        + (" and by ".join(names) if names != ["all"] else "several operands at once (one alone was not seen to)")
         for tensor, names in carry.items()
     ]
     watched = judge.book.settings.watched
-    content = [
-        f for f in leaks if f.contract in asked - {"document"} and f.operand != "layout" and f.document == watched
-    ]
+    inside = [f for f in leaks if f.contract in asked - {"document"} and f.operand != "layout"]
+    content = [f for f in inside if f.document == watched and not f.scene]
     outside = [f for f in leaks if f.contract == "document"]
     if not content or not judge.stable:
         if outside:
             said.append("documents read one another: " + _sizes(outside))
+        elif inside and not content:
+            f = max(inside, key=lambda f: f.largest)
+            said.append(f"position {f.first} reads what comes after it, seen from a cut at {f.cut} in " + _where(f))
         elif not content and any(
             f.contract == "offset" or (f.contract == "truncate" and judge.book.settings.right == 0) for f in leaks
         ):
@@ -188,6 +190,10 @@ def _behind(m: Map | None, left: int | None) -> list[str]:
         return []
     far = max((i - j for j, moved in m.columns.items() for i in moved), default=0)
     return [f"rows up to {far} positions behind a token read it, and the window ends at {left}"] if far > left else []
+
+
+def _where(f: Finding) -> str:
+    return f.scene or f"document {f.where}"
 
 
 def _sizes(found: list[Finding]) -> str:

@@ -13,12 +13,14 @@ Three rules decide what a difference means.
    length decides bits, contents do not. A larger
    difference is a leak of the length: a scale group or a statistic that ends where the buffer ends.
 3. *Unstable callable*: no bitwise verdict. The spread of repeated calls is the floor; a difference of more than
-   eight times the floor is still reported as a leak, anything below as undecided.
+   eight times the floor is still reported as a leak, anything below as undecided. Both are counted in ``units`` of what
+   another order of summation may move in that row (rule 2), not relative to the row: dQ of a document's first row is
+   zero but for noise, and noise relative to nothing is everything.
 4. *What is found is found again.* Dice that fall once in a hundred calls pass the first repeats, and their spread is
    wider than two calls show. So before a tensor is accused, both calls are made twice more, in turn: some row must
    keep its calls of one kind eight times closer together than they are to those of the other kind.
 
-Sizes are relative to the row: ``largest`` is the greatest |change| / |row| over rows and heads (2 at most,
+Other sizes are relative to the row: ``largest`` is the greatest |change| / |row| over rows and heads (2 at most,
 infinite if NaN appears), ``overall`` the same ratio for all compared rows together.
 """
 
@@ -59,7 +61,9 @@ class Finding:
     largest: float
     overall: float
     kind: str  # "leak"; "order" (summation order follows the shape); "noise" (below the floor of an unstable callable)
+    units: float  # the greatest change of a row in what another order of summation may move there
     positions: tuple[int, ...] = ()
+    scene: str = ""  # which other documents than the audit's own these were
 
     @property
     def text(self) -> str:
@@ -74,10 +78,10 @@ class Finding:
             if math.isinf(self.largest)
             else f"largest {self.largest:.3g} of the row, {self.overall:.2g} overall"
         )
+        where = f"of document {self.where}" if not self.scene else f"of {self.scene}"
         return (
             f"{self.contract}: {self.tensor} moved in {self.rows} of {self.owed} rows, first position {self.first} "
-            f"of document {self.where} "
-            f"({size}); {what} [{self.tone}]"
+            f"{where} ({size}); {what} [{self.tone}]"
         )
 
 
@@ -110,8 +114,8 @@ def unit(dtype: torch.dtype) -> float:
     return info.eps if info.bits == 16 else 64 * info.eps
 
 
-def order_bound(inputs: Inputs, sees: Tensor, eps: float, through_lse: bool = False) -> Outputs:
-    """(T,) per tensor: what reordering a sum may move, absolutely: eps times the largest terms of it."""
+def order_bound(inputs: Inputs, sees: Tensor, through_lse: bool = False) -> Outputs:
+    """(rows,) per tensor: the size of the largest terms of each row's sums, of which reordering moves a rounding."""
 
     def largest(x: Tensor) -> Tensor:
         return x.double().norm(dim=-1).amax(1)
@@ -124,11 +128,11 @@ def order_bound(inputs: Inputs, sees: Tensor, eps: float, through_lse: bool = Fa
     e = do * (over_keys["v"] + (0.5 if through_lse else 0.0))
     reach_e = torch.where(sees, e[:, None], 0.0).amax(0)
     return {
-        "O": eps * over_keys["v"],
-        "LSE": eps * (1 + scale * q * over_keys["k"]),
-        "dQ": eps * scale * 2 * e * over_keys["k"],
-        "dK": eps * scale * 2 * reach_e * over_rows["q"],
-        "dV": eps * over_rows["do"],
+        "O": over_keys["v"],
+        "LSE": 1 + scale * q * over_keys["k"],
+        "dQ": scale * 2 * e * over_keys["k"],
+        "dK": scale * 2 * reach_e * over_rows["q"],
+        "dV": over_rows["do"],
     }
 
 
@@ -140,11 +144,12 @@ class Judge:
         self.findings: list[Finding] = []
         self.tried: Counter[tuple[str, str, str]] = Counter()
         self.refusals: dict[str, str] = {}
-        self.floor: dict[str, float] = dict.fromkeys(TENSORS, 0.0)
+        self.floor: dict[str, float] = dict.fromkeys(TENSORS, 0.0)  # in units
         self.stable = True
         self.keeps_state = False  # repeats itself at once, but not after other calls
         self._confirmed: set[tuple[str, str]] = set()  # (contract, tensor) of leaks that showed again
         self._base: dict[int, tuple[Inputs, Outputs]] = {}
+        self._bounds: dict[tuple[int, bool], Outputs] = {}
         self.eps = unit(target.dtype)
 
     def base(self, inputs: Inputs) -> Outputs:
@@ -173,7 +178,7 @@ class Judge:
             found = self._compare(inputs, "repeat", tensor, x, again[tensor], rows, tone, "layout", what, watched, None)
             if found:
                 self.stable, some = False, True
-                self.floor[tensor] = max(self.floor[tensor], found.largest)
+                self.floor[tensor] = max(self.floor[tensor], found.units)
                 self.findings.append(found)
         return some
 
@@ -224,6 +229,7 @@ class Judge:
                 e.disturbance,
                 e.document,
                 e.cut,
+                e.scene,
             )
             if finding:
                 found.append(finding)
@@ -261,10 +267,10 @@ class Judge:
             else:
                 found[n] = replace(found[n], kind="noise")
                 self.stable = False
-                self.floor[check.tensor] = max(self.floor[check.tensor], found[n].largest)
+                self.floor[check.tensor] = max(self.floor[check.tensor], found[n].units)
 
     def _above_floor(self, f: Finding) -> bool:
-        return self.stable or f.largest > ABOVE_NOISE * self.floor[f.tensor]
+        return self.stable or f.units > ABOVE_NOISE * self.floor[f.tensor]
 
     def _must_show_nan(self, e: Experiment, out: Tensor) -> list[Finding]:
         self.tried["nonfinite", "O", e.operand] += 1
@@ -288,6 +294,7 @@ class Judge:
                 math.inf,
                 math.inf,
                 "leak",
+                math.inf,
             )
         ]
 
@@ -304,6 +311,7 @@ class Judge:
         how: str,
         document: int,
         cut: int | None,
+        scene: str = "",
     ) -> Finding | None:
         moved = differs(x, y)
         if not bool(moved.any()):
@@ -314,14 +322,10 @@ class Judge:
         kind = "leak"
         if contract == "repeat":
             kind = "noise"
-        elif contract in ("truncate", "offset"):
-            eps = unit(x.dtype) if tensor == "LSE" else self.eps  # an LSE is float32 beside 16 bits
-            sees = self.book.sees(inputs.packing)
-            bound = order_bound(inputs, sees, eps, self.target.through_lse)[tensor][rows[moved]]
-            delta = (x[moved].double() - y[moved].double()).norm(dim=-1)
-            room = bound[:, None] + eps * torch.maximum(x[moved].double().norm(dim=-1), y[moved].double().norm(dim=-1))
-            kind = "order" if bool((delta <= room).all()) else "leak"
-        if kind == "leak" and not self.stable and largest <= ABOVE_NOISE * self.floor[tensor]:
+        units = float((distance(x[moved], y[moved]) / self._room(inputs, tensor, x, y, rows, moved)).max())
+        if contract in ("truncate", "offset"):
+            kind = "order" if units <= 1 else "leak"
+        if kind == "leak" and not self.stable and units <= ABOVE_NOISE * self.floor[tensor]:
             kind = "noise"
         hit = rows[moved]
         side = SIDE[tensor]
@@ -344,8 +348,21 @@ class Judge:
             largest,
             overall,
             kind,
+            units,
             tuple(positions.tolist()),
+            scene,
         )
+
+    def _room(self, inputs: Inputs, tensor: str, x: Tensor, y: Tensor, rows: Tensor, moved: Tensor) -> Tensor:
+        """(moved rows, heads): what another order of summation may move."""
+        eps = unit(x.dtype) if tensor == "LSE" else self.eps  # an LSE is float32 beside 16 bits
+        key = id(inputs), self.target.through_lse
+        bound = self._bounds.get(key) or order_bound(inputs, self.book.sees(inputs.packing), key[1])
+        if key[0] in self._base:  # whose inputs are kept, so that the id stays theirs
+            self._bounds[key] = bound
+        sizes = (torch.nan_to_num(z[moved].double().norm(dim=-1), 0.0, 0.0) for z in (x, y))
+        room = bound[tensor][rows[moved]][:, None] + torch.maximum(*sizes)
+        return (eps * room).clamp_min(torch.finfo(torch.float64).tiny)
 
     def settle(self) -> None:
         """Last word on kinds, once everything is known.

@@ -135,6 +135,7 @@ class ModelJudge:
                 int((a.argmax(-1) != b.argmax(-1)).sum()),
                 kind,
                 beyond,
+                tuple(positions[moved].unique().tolist()),
             )
         )
         return True

@@ -31,6 +31,7 @@ class Location:
     affected: list[str] | None = None
     group: int | None = None
     sentences: list[str] = field(default_factory=list)
+    map: Map | None = None  # who moves whom inside the origin
 
 
 class Looker:
@@ -170,7 +171,8 @@ def _groups(looker: Looker, origin: Move, out: Location) -> None:
     if len(firsts) < 2:
         return
     start = looker.judge.watched * length
-    reach, group, alignment, more = read_groups(Map("O", "v", "spike", "plain", length, start, columns, elsewhere))
+    out.map = Map(origin.name, carrier, "louder output", "", length, start, columns, elsewhere)
+    reach, group, alignment, more = read_groups(out.map)
     if reach == "group" and (group in GROUPS or len(set(firsts.values())) > 2):  # odd sizes fit by chance
         out.group = group
         origin_of = "the flattened batch" if alignment == "address" else "the sequence"

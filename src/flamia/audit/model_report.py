@@ -21,14 +21,14 @@ JSON schema (``to_json``), version 1::
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .report import EXIT, finite
+from .diagnose import Map
+from .report import EXIT, held, sentence
 from .trace import Move
+from .written import Written
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -64,6 +64,7 @@ class ModelFinding:
     flips: int
     kind: str  # "leak", "skew", "rounding", "noise" (nothing that can be told apart from noise or from rounding)
     beyond: bool = False  # a call of another shape: only rows that moved by more than rounding are counted
+    positions: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -82,7 +83,7 @@ class ModelControl:
 
 
 @dataclass
-class ModelReport:
+class ModelReport(Written):
     """One audited model."""
 
     target: dict[str, Any]
@@ -98,6 +99,7 @@ class ModelReport:
     affected: list[str] | None = None
     group: int | None = None
     sentences: list[str] = field(default_factory=list)
+    map: Map | None = None
     controls: list[ModelControl] = field(default_factory=list)
     blind_spots: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -160,6 +162,29 @@ class ModelReport:
             else:
                 out.append(worst.text)
         return out + self.doubts
+
+    @property
+    def paragraph(self) -> str:
+        """The verdict for somebody who reads nothing else."""
+        name = self.target["name"]
+        broken = [c for c in MODEL_CONTRACTS if c in self.claims and self.status(c) in ("leak", "skew")]
+        fine = [c for c in MODEL_CONTRACTS if c in self.claims and self.status(c) == "clean"]
+        close = [c for c in MODEL_CONTRACTS if c in self.claims and self.status(c) == "rounding"]
+        says = {
+            "leak": f"{name} leaks: its logits depend on tokens that they must not depend on ({', '.join(broken)}).",
+            "skew": f"{name} sees no future, and serves other logits than it trains with ({', '.join(broken)}).",
+            "undecided": f"Nobody can vouch for {name}: nothing claimed was seen broken, and not all of it could be judged.",
+            "clean": f"{name} kept everything that was asked of it.",
+        }[self.verdict]
+        parts = [says, *map(sentence, self.sentences)]
+        if self.verdict == "undecided":
+            parts += map(sentence, self.reasons[:2])
+        parts += held(fine, sum(n for (c, _), n in self.tried.items() if c in fine))
+        if close:
+            parts.append(f"Other shapes of the call moved logits by no more than rounding does ({', '.join(close)}).")
+        seen = sum(c.caught for c in self.controls)
+        parts.append(f"Of {len(self.controls)} leaks planted under the same probes, {seen} were seen.")
+        return " ".join(parts)
 
     def _skews(self) -> list[str]:
         """Sizes of what rounding excuses: nobody should have to guess them."""
@@ -243,7 +268,7 @@ class ModelReport:
             "claims": sorted(self.claims),
             "statuses": self.statuses,
             "tried": tried,
-            "findings": [asdict(f) for f in self.findings],
+            "findings": [{k: v for k, v in asdict(f).items() if k != "positions"} for f in self.findings],
             "rounding": self.rounding,
             "room": self.room,
             "origin": asdict(self.origin) if self.origin else None,
@@ -259,9 +284,7 @@ class ModelReport:
             "seconds": round(self.seconds, 3),
         }
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The schema above as text, also written to ``path`` if one is given."""
-        text = json.dumps(finite(self.to_dict()), indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
+    def page(self) -> str:
+        from .model_page import render
+
+        return render(self)

@@ -62,10 +62,11 @@ def render(reports: list[Report], title: str | None = None, overview: RecipeAudi
             "verdict": r.verdict,
             "contracts": CONTRACTS,
             # In a long list, a picture of nothing but zeros tells less than its table does.
-            "moved": _png(moved_figure(r)) if r.findings or overview is None else None,
-            "where": _png(where_figure(r)) if any(f.contract == "prefix" for f in r.findings) else None,
-            "map": _png(map_figure(r.diagnosis.map)) if r.diagnosis and r.diagnosis.map else None,
+            "moved": png(moved_figure(r)) if r.findings or overview is None else None,
+            "where": png(where_figure(r)) if any(f.contract == "prefix" for f in r.findings) else None,
+            "map": png(map_figure(r.diagnosis.map)) if r.diagnosis and r.diagnosis.map else None,
             "masses": [mass_text(m) for m in r.masses],
+            "paragraph": r.paragraph,
         }
         for r in reports
     ]
@@ -74,14 +75,14 @@ def render(reports: list[Report], title: str | None = None, overview: RecipeAudi
     )
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def figure_of(width: float, height: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor=PAPER, layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _png(figure: Figure) -> str:
+def png(figure: Figure) -> str:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
     return base64.b64encode(out.getvalue()).decode("ascii")
@@ -95,7 +96,7 @@ def moved_figure(report: Report) -> Figure:
         (c["contract"], c["tensor"], c["operand"]): c for c in report.cells()
     }
     rows = [(c, t) for c in CONTRACTS for t in TENSORS if any((c, t, o) in cells for o in COLUMNS)]
-    figure, axes = _figure(6.4, 0.9 + 0.26 * len(rows))
+    figure, axes = figure_of(6.4, 0.9 + 0.26 * len(rows))
     image = []
     for y, (contract, tensor) in enumerate(rows):
         line = []
@@ -137,7 +138,7 @@ def where_figure(report: Report) -> Figure:
         for p in f.positions if key in lines else ():
             if p < length:
                 image[lines.index(key)][p] = 1.0
-    figure, axes = _figure(7.6, 0.9 + 0.17 * len(lines))
+    figure, axes = figure_of(7.6, 0.9 + 0.17 * len(lines))
     axes.imshow(image, cmap="Reds", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
     for y, (cut, _, _) in enumerate(lines):
         axes.plot([cut - 0.5] * 2, [y - 0.5, y + 0.5], color=INK, linewidth=1.5)
@@ -147,7 +148,7 @@ def where_figure(report: Report) -> Figure:
 
 
 def map_figure(m: Map) -> Figure:
-    figure, axes = _figure(5.6, 5.2)
+    figure, axes = figure_of(5.6, 5.2)
     axes.imshow(heat(m).tolist(), cmap="Reds", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
     tokens = list(m.columns)
     axes.plot(range(len(tokens)), tokens, color=INK, linewidth=1)

@@ -13,18 +13,17 @@ JSON (``to_json``), version 1::
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .contract import CONTRACTS, IMPLIES, TENSORS
 from .peers import UNSAID, Peer, PeerRow, audit_peer
-from .report import EXIT, Report, finite
+from .report import EXIT, Report
+from .written import Written
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -88,7 +87,7 @@ def sets(rows: Sequence[PeerRow]) -> str:
 
 
 @dataclass
-class PeerAudit:
+class PeerAudit(Written):
     """All rows of all peers, and the peers that are not to be had here with the reason."""
 
     peers: list[Peer]
@@ -163,19 +162,10 @@ class PeerAudit:
             "rows": [row_dict(r) for r in self.rows],
         }
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        text = json.dumps(finite(self.to_dict()), indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
-
-    def to_html(self, path: str | Path | None = None) -> str:
+    def page(self) -> str:
         from .page import render
 
-        text = render([r.report for r in self.rows if r.report], title="other people's attention")
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return render([r.report for r in self.rows if r.report], title="other people's attention")
 
 
 def row_dict(row: PeerRow) -> dict[str, Any]:

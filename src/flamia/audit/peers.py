@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .auditor import audit_callable, settings_for
+from .auditor import audit_callable
 from .contract import CAUSAL_ONLY, DEFAULT_CLAIMS, sides, visible
 from .controls import attend
+from .efforts import settings_for
 from .probes import Book, Settings
 from .report import Report
 from .targets import Inputs, Refused, Target

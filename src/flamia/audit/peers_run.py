@@ -36,11 +36,13 @@ from typing import Any
 
 import torch
 
+from flamia import jsonable
+
 from .peer_modules import peers
 from .peers import SHORT
 from .peers_table import markdown
 from .peers_worker import FATAL, LENGTHS, work
-from .report import EXIT, finite
+from .report import EXIT
 
 OURS = "flamia:mxfp8_scores/strict"
 # In the order in which they are started: those that compile longest first.
@@ -282,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"--device {args.device}: torch finds no CUDA device here; --device cpu audits what a CPU can")
     found = run_all(args)
-    (args.out / "peers.json").write_text(json.dumps(finite(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (args.out / "peers.json").write_text(jsonable.text(found) + "\n", encoding="utf-8")
     (args.out / "peers.md").write_text(markdown(found), encoding="utf-8")
     print(f"{args.out / 'peers.md'}: {found['verdict']}, {found['seconds']} s", flush=True)
     return int(found["exit_code"])

@@ -16,7 +16,6 @@ begun is written down before it runs, so that whoever reads the file knows where
 from __future__ import annotations
 
 import faulthandler
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +23,13 @@ from typing import Any, TextIO
 
 import torch
 
+from flamia import jsonable
+
 from . import mass
 from .loading import load_function
 from .peer_modules import load, peers
 from .peer_report import moved, row_dict
 from .peers import SHORT, Axes, Call, Options, Peer, audit_options, determinism, own_words
-from .report import finite
 from .targets import Target
 
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
@@ -85,7 +85,7 @@ class Worker:
         self.peer, self.out, self.deadline, self.device, self.seed = peer, out, deadline, device, seed
 
     def write(self, kind: str, **fields: Any) -> None:
-        self.out.write(json.dumps(finite({"kind": kind} | fields)) + "\n")
+        self.out.write(jsonable.text({"kind": kind} | fields, indent=None) + "\n")
         self.out.flush()
 
     def run(

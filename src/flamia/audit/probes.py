@@ -27,8 +27,9 @@ holds all of it, hashable, so that the controls are run under the same probes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,6 +108,7 @@ class Experiment:
     cut: int | None
     checks: tuple[Check, ...]
     moved: Tensor = field(default_factory=lambda: torch.arange(0))  # rows that see a NaN and must show it
+    scene: str = ""  # which other documents than the audit's own these are
 
     @property
     def name(self) -> str:
@@ -208,7 +210,7 @@ class Book:
         return self._sees[packing]
 
     def change(
-        self, tone: str, operand: str, how: str, document: int, start: int, stop: int | None = None
+        self, tone: str, operand: str, how: str, document: int, start: int, stop: int | None = None, scene: str = ""
     ) -> Experiment:
         """Disturb positions start..stop of a document and owe whatever the contracts say."""
         s, base = self.settings, self.base(tone)
@@ -236,7 +238,7 @@ class Book:
         moved = torch.arange(0)
         if how == "nan" and operand in ("k", "v", "all"):
             moved = self.sees(p)[:, rows["k"]].any(1).nonzero().flatten()
-        return Experiment(base, changed, tone, operand, how, document, start, tuple(checks), moved)
+        return Experiment(base, changed, tone, operand, how, document, start, tuple(checks), moved, scene)
 
     def rearrange(
         self,
@@ -279,31 +281,36 @@ class Book:
         ]
         return self.rearrange(tone, f"cut at {t}", parts, ("O", "LSE", "dQ"), "truncate", s.watched, t)
 
-    def moved(self, tone: str) -> Iterator[Experiment]:
+    def moved(self, tone: str) -> Iterator[Made]:
         """The same documents elsewhere in the buffer: reversed, alone, after leads of other lengths."""
         s, p = self.settings, self.settings.packing
         whole: list[tuple[Rows, int | None]] = [(p.both(d), d) for d in range(len(s.lengths))]
-        yield self.rearrange(tone, "documents reversed", whole[::-1], TENSORS, "offset", s.watched)
+        yield partial(self.rearrange, tone, "documents reversed", whole[::-1], TENSORS, "offset", s.watched)
         if s.depth == 0:
             return
-        yield self.rearrange(tone, "alone", [whole[s.watched]], TENSORS, "offset", s.watched)
+        yield partial(self.rearrange, tone, "alone", [whole[s.watched]], TENSORS, "offset", s.watched)
         if s.layout == "packed":
             for lead in s.leads:
                 filler = (p.both(s.watched, 0, lead), None)
                 what, parts = f"after {lead} loud tokens", [filler, whole[s.watched]]
-                yield self.rearrange(tone, what, parts, TENSORS, "offset", s.watched, loud=True)
+                yield partial(self.rearrange, tone, what, parts, TENSORS, "offset", s.watched, loud=True)
+
+
+Made = Callable[[], Experiment]  # an experiment that is built when it is run: a list of built ones holds gigabytes
+
+
+def planned(book: Book) -> list[Made]:
+    """Every experiment of an audit."""
+    # Non-finite values last, because one may stay behind in a callable that keeps state.
+    parts = (_suffixes, _steps, _elsewhere, _shapes, _nonfinite)
+    return [made for part in parts for made in part(book)]
 
 
 def experiments(book: Book) -> Iterator[Experiment]:
-    """Every experiment of an audit."""
-    yield from _suffixes(book)
-    yield from _elsewhere(book)
-    yield from _shapes(book)
-    # Last, because a non-finite value may stay behind in a callable that keeps state.
-    yield from _nonfinite(book)
+    return (made() for made in planned(book))
 
 
-def _suffixes(book: Book) -> Iterator[Experiment]:
+def _suffixes(book: Book) -> Iterator[Made]:
     """Everything from a cut onwards. A tone's native operands meet every disturbance; with depth, the others take
     their turns.
     """
@@ -311,7 +318,7 @@ def _suffixes(book: Book) -> Iterator[Experiment]:
     # Both sides of every edge of 32, where tiles meet: a mask that is off by one there reads one token in a whole tile,
     # and shows from no other cut. Tiles of other multiples of 16 have edges among these.
     for edge in range(32, s.lengths[s.watched], 32) if s.depth > 0 else ():
-        yield book.change("plain", "all", "redraw", s.watched, edge)
+        yield partial(book.change, "plain", "all", "redraw", s.watched, edge)
     for tone in s.tones:
         special = tone in ("edge", "fp4")
         hows = ("one",) if special else s.disturbances
@@ -324,10 +331,26 @@ def _suffixes(book: Book) -> Iterator[Experiment]:
             for cut in s.cuts:
                 turn += 1
                 for how in hows if native or s.depth == 4 else (hows[turn % len(hows)],):
-                    yield book.change(tone, operand, how, s.watched, cut)
+                    yield partial(book.change, tone, operand, how, s.watched, cut)
 
 
-def _elsewhere(book: Book) -> Iterator[Experiment]:
+def _steps(book: Book) -> Iterator[Made]:
+    """A short document alone, cut at every position: one row that reads one token ahead shows from no other cut, and short
+    calls cost little.
+    """
+    s = book.settings
+    if s.depth < 2:
+        return
+    length = 66 if s.depth < 4 else 130
+    if all(n % 128 == 0 for n in s.lengths):  # whoever takes nothing else
+        length = 128
+    longest = max(s.lengths)
+    short = Book(s.with_lengths((min(length, longest),) * (1 if s.layout == "packed" else 2)), book.heads, book.dim)
+    for cut in range(1, min(length, longest)):
+        yield partial(short.change, "plain", "all", "redraw", 0, cut, scene=f"{short.settings.lengths[0]} tokens alone")
+
+
+def _elsewhere(book: Book) -> Iterator[Made]:
     """Other documents, whole; and a few tokens in the middle of the watched one: what windows hide, and the mirror
     for dK and dV.
     """
@@ -338,38 +361,38 @@ def _elsewhere(book: Book) -> Iterator[Experiment]:
     near = {others[0], next((d for d in others if d > s.watched), others[-1]), others[-1]} if others else set()
     for d in others if s.depth > 1 else others[:1]:
         for operand in ("all",) if s.depth == 0 or d not in near else homes:
-            yield book.change(homes[operand], operand, "spike", d, 0)
+            yield partial(book.change, homes[operand], operand, "spike", d, 0)
         if s.depth > 1:
-            yield book.change("plain", "all", "redraw", d, 0)
+            yield partial(book.change, "plain", "all", "redraw", d, 0)
         if s.depth > 1 and s.lengths[d] > 1:  # short documents may take another path than long ones
-            yield book.change("plain", "all", "redraw", d, (s.lengths[d] + 1) // 2)
+            yield partial(book.change, "plain", "all", "redraw", d, (s.lengths[d] + 1) // 2)
     for operand, tone in homes.items():
         if s.depth > 0 or operand != "all":
             for cut in s.cuts if len(s.cuts) < 3 else s.cuts[::2]:
-                yield book.change(tone, operand, "spike", s.watched, cut, cut + 3)
+                yield partial(book.change, tone, operand, "spike", s.watched, cut, cut + 3)
 
 
-def _shapes(book: Book) -> Iterator[Experiment]:
+def _shapes(book: Book) -> Iterator[Made]:
     """Calls of other shapes: the document cut short, and the documents moved."""
     s, tones = book.settings, ("plain", "values", "keys")
     for n, t in enumerate(s.truncations):
         for tone in tones if s.depth == 4 else (tones[n % 3],):
-            yield book.truncated(tone, t)
+            yield partial(book.truncated, tone, t)
     for tone in ("values", "plain", "keys")[: max(1, s.depth)]:
         yield from book.moved(tone)
 
 
-def _nonfinite(book: Book) -> Iterator[Experiment]:
+def _nonfinite(book: Book) -> Iterator[Made]:
     """Three poisoned tokens, so that later rows with sound queries see them; a poisoned suffix; a poisoned document."""
     s = book.settings
     others = [d for d, n in enumerate(s.lengths) if n and d != s.watched]
     for how in NONFINITE[:1] if s.depth == 0 else NONFINITE:
         for operand in OPERANDS if s.depth > 1 else ("all",):
             for cut in s.cuts if s.depth == 4 else s.cuts[-1:]:
-                yield book.change("plain", operand, how, s.watched, cut, cut + 3)
-                yield book.change("plain", operand, how, s.watched, cut)
+                yield partial(book.change, "plain", operand, how, s.watched, cut, cut + 3)
+                yield partial(book.change, "plain", operand, how, s.watched, cut)
             if others and s.depth > 0:
-                yield book.change("plain", operand, how, others[0], 0)
+                yield partial(book.change, "plain", operand, how, others[0], 0)
 
 
 def blunt_groups(cuts: tuple[int, ...], longest: int) -> list[int]:

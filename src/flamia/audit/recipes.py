@@ -12,10 +12,8 @@ Exit code 0 only if whatever is claimed holds everywhere and every control was c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +21,8 @@ from torch import Tensor
 
 from .auditor import audit_callable
 from .contract import CONTRACTS, IMPLIES
-from .report import EXIT, Report, finite
+from .report import EXIT, Report
+from .written import Written
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -75,7 +74,7 @@ class Row:
 
 
 @dataclass
-class RecipeAudit:
+class RecipeAudit(Written):
     """All rows, and what must be true of them."""
 
     rows: list[Row]
@@ -200,19 +199,10 @@ class RecipeAudit:
             ],
         }
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        text = json.dumps(finite(self.to_dict()), indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
-
-    def to_html(self, path: str | Path | None = None) -> str:
+    def page(self) -> str:
         from .page import render
 
-        text = render([r.report for r in self.rows], title="flamia's presets", overview=self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return render([r.report for r in self.rows], title="flamia's presets", overview=self)
 
 
 def default_recipes() -> list[str]:

@@ -7,12 +7,14 @@ only, a claim could not be tried, or bits follow the shape in the way of a summa
 
 JSON schema (``to_json``), version 1::
 
-    schema 1; verdict, exit_code; target {name, layout, heads, head_dim, dtype, device, causal, window, effort, seed}
+    schema 1; verdict, exit_code; target {name, layout, heads, head_dim, dtype, device, causal, window, cross,
+    effort, seed}
     claims [contract]; statuses {contract: clean|leak|undecided|untried}; reasons [text]
     tried [{contract, tensor, operand, comparisons, moved, largest}]
         largest: relative to the row; null if nothing moved, "inf" if NaN appeared
     findings [{contract, tensor, operand, disturbance, tone, document, cut, where, first, rows, owed, largest, overall,
-               kind}]
+               kind, units, scene}]
+        units: the largest change in what another order of summation moves; scene: other documents than the audit's own
     diagnosis {carriers {tensor: [operand]}, sentences, group, alignment, reach} or null
     mass [{length, o_bias, o_worst, dv_bias, dq_equal, dq_common, tail, refused}]
     controls [{name, caught, missed [[contract, tensor, operand]], group}]
@@ -21,16 +23,14 @@ JSON schema (``to_json``), version 1::
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .contract import CONTRACTS, IMPLIES, OPERANDS, TENSORS
 from .diagnose import Diagnosis
 from .judge import Finding
 from .mass import Mass
+from .written import Written
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -47,7 +47,7 @@ class ControlResult:
 
 
 @dataclass
-class Report:
+class Report(Written):
     """One audited callable."""
 
     target: dict[str, Any]
@@ -102,6 +102,27 @@ class Report:
         if below:
             out.append(f"nothing above the noise, and so undecided: {', '.join(below)}")
         return out + self.doubts
+
+    @property
+    def paragraph(self) -> str:
+        """The verdict for somebody who reads nothing else."""
+        name = self.target["name"]
+        broken = [c for c in CONTRACTS if c in self.claims and self.statuses[c] == "leak"]
+        fine = [c for c in CONTRACTS if c in self.claims and self.statuses[c] == "clean"]
+        says = {
+            "leak": f"{name} breaks what was asked of it: {'; '.join(f'{c} ({CONTRACTS[c]})' for c in broken)}.",
+            "undecided": f"Nobody can vouch for {name}: nothing claimed was seen broken, and not all of it could be judged.",
+            "clean": f"{name} kept everything that was asked of it.",
+        }[self.verdict]
+        said = self.diagnosis.sentences if self.diagnosis else self.reasons[:2]
+        parts = [says, *map(sentence, said)]
+        parts += held(fine, sum(n for (c, _, _), n in self.tried.items() if c in fine))
+        caught = sum(c.caught for c in self.controls)
+        if self.controls:
+            parts.append(
+                f"Of {len(self.controls)} attentions known to leak or not, {caught} were told under the same probes."
+            )
+        return " ".join(parts)
 
     def worst(self, contract: str) -> Finding | None:
         """The finding that tells most: a leak before anything weaker, one operand before all, then by size."""
@@ -183,32 +204,22 @@ class Report:
             "seconds": round(self.seconds, 3),
         }
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The schema above as text, also written to ``path`` if one is given. Infinite sizes are the string "inf":
-        JSON has no infinity.
-        """
-        text = json.dumps(finite(self.to_dict()), indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
-
-    def to_html(self, path: str | Path | None = None) -> str:
-        """One self-contained page with heat maps, also written to ``path`` if one is given."""
+    def page(self) -> str:
         from .page import render
 
-        text = render([self])
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return render([self])
 
 
-def finite(x: Any) -> Any:
-    """JSON-safe: NaN and infinity as strings."""
-    if isinstance(x, dict):
-        return {k: finite(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [finite(v) for v in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+def sentence(text: str) -> str:
+    """With a capital, unless it begins with the name of a tensor, and with a full stop."""
+    return (text if text[1:2].isupper() else text[:1].upper() + text[1:]) + "."
+
+
+def held(contracts: list[str], comparisons: int) -> list[str]:
+    """The sentence about what did not move."""
+    if not contracts:
+        return []
+    return [f"Nothing moved, in any bit, under {', '.join(contracts)} in {comparisons} comparisons."]
 
 
 def mass_text(m: Mass) -> str:
