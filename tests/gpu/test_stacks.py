@@ -1,0 +1,308 @@
+"""The kernels inside training stacks: packings that change under torch.compile without a wait for the device, CUDA graphs of
+whole steps, checkpointing, and, where they are installed, transformers and TorchTitan."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
+
+from calls import error, offsets, same
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import flamia
+
+pytestmark = pytest.mark.gpu
+WIDTH, DIM = 128, 64
+
+
+class Layer(nn.Module):
+    """Projections, attention on packed documents, a residual."""
+
+    def __init__(self, window=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(WIDTH, 8 * DIM, bias=False, dtype=torch.bfloat16, device="cuda")
+        self.out = nn.Linear(4 * DIM, WIDTH, bias=False, dtype=torch.bfloat16, device="cuda")
+        self.window = window
+
+    def forward(self, x, cu_seqlens):
+        q, k, v = self.qkv(x).unflatten(-1, (8, DIM)).split((4, 2, 2), 1)
+        o = flamia.attention_varlen(q, k, v, cu_seqlens, causal=True, window=self.window)
+        return x + self.out(o.flatten(1))
+
+
+def packing(tokens: int, documents: int, seed: int) -> torch.Tensor:
+    """Offsets of so many documents, empty ones among them, and a tail that belongs to none."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = torch.randint(0, tokens - 1, (documents,), generator=generator).sort().values
+    return torch.cat([torch.zeros(1, dtype=torch.long), inner]).to(torch.int32).cuda()
+
+
+def rows(tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(tokens, WIDTH, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+
+def step(layer, x, cu, call=None):
+    """y, dx and the weights' gradients."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = (layer if call is None else call)(x, cu)
+    y.backward(x.detach())
+    return [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
+
+
+@contextmanager
+def no_waiting():
+    """Any wait of the host for the device that torch knows of is an error here."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_wait_would_be_noticed():
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(3, device="cuda").sum().item()
+
+
+@pytest.mark.parametrize("window", [None, (200, 0)])
+@pytest.mark.parametrize("sizes", ["equal", "changing"])
+def test_fifty_packings_one_graph_no_wait(sizes, window):
+    """Forward and backward; where the numbers of tokens and documents change too, compiled for any (dynamic=True)."""
+    layer = Layer(window)
+    calls = []
+    for seed in range(50):
+        tokens, documents = (900, 7) if sizes == "equal" else (700 + 13 * seed, 2 + seed % 9)
+        calls.append((rows(tokens, seed), packing(tokens, documents, seed)))
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=sizes == "changing")
+    step(layer, *calls[0], compiled)
+    with no_waiting():
+        results = [step(layer, x, cu, compiled) for x, cu in calls]
+    assert counter.frame_count == 1
+    with no_waiting():
+        eager = [step(layer, x, cu) for x, cu in calls]
+    for got, want in zip(results, eager, strict=True):  # inductor may add in another order around attention
+        assert all(error(x, y.double()) < 0.01 for x, y in zip(got, want, strict=True))
+
+
+def test_attention_has_the_same_bits_in_every_compiled_size():
+    def call(q, k, v, cu):
+        return flamia.attention_varlen(q, k, v, cu, causal=True, return_lse=True)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for seed in range(10):
+        tokens, documents = 300 + 71 * seed, 1 + seed % 6
+        cu = packing(tokens, documents + 1, seed)
+        q, k, v = (torch.randn(tokens, h, DIM, dtype=torch.bfloat16, device="cuda").requires_grad_() for h in (4, 2, 2))
+        do = torch.randn(tokens, 4, DIM, dtype=torch.bfloat16, device="cuda")
+
+        def run(function, leaves=(q, k, v), cu=cu, do=do):
+            o, lse = function(*leaves, cu)
+            return [o, lse, *torch.autograd.grad(o, leaves, do)]
+
+        assert same(run(compiled), run(call))
+
+
+def test_reduce_overhead():
+    """mode="reduce-overhead": torch records CUDA graphs of the forward and the backward and replays them."""
+    layer = Layer()
+    compiled, graphed = (torch.compile(layer, fullgraph=True, mode=mode) for mode in ("default", "reduce-overhead"))
+    calls = [(rows(900, seed), packing(900, 7, seed)) for seed in range(12)]
+    expected = [step(layer, x, cu, compiled) for x, cu in calls]
+    torch._dynamo.reset()
+    for (x, cu), want in zip(calls, expected, strict=True):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert same(step(layer, x, cu, graphed), want)
+    manager = torch._inductor.cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    assert manager is not None and manager.roots and counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_a_graph_of_a_whole_training_step():
+    """torch.cuda.graph: forward, backward and the optimiser's step, replayed for fifty packings."""
+
+    def build():
+        layer = Layer()
+        return layer, torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
+
+    def train(layer, optimizer, x, cu):
+        optimizer.zero_grad(set_to_none=True)
+        loss = layer(x, cu).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    calls = [(rows(900, seed), packing(900, 7, seed)) for seed in range(53)]
+    layer, optimizer = build()
+    eager = [train(layer, optimizer, x, cu).detach().clone() for x, cu in calls]
+    weights = [p.detach().clone() for p in layer.parameters()]
+
+    layer, optimizer = build()
+    x, cu = (z.clone() for z in calls[0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # the optimiser's buffers, and the kernels, come to be before the capture
+        losses = []
+        for new_x, new_cu in calls[:3]:
+            x.copy_(new_x)
+            cu.copy_(new_cu)
+            losses.append(train(layer, optimizer, x, cu).detach().clone())
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        loss = train(layer, optimizer, x, cu)
+    with no_waiting():
+        for new_x, new_cu in calls[3:]:
+            x.copy_(new_x)
+            cu.copy_(new_cu)
+            graph.replay()
+            losses.append(loss.detach().clone())
+    assert same(losses, eager) and same(list(layer.parameters()), weights)
+
+
+@pytest.mark.parametrize("form", ["reentrant", "plain", "selective"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing(form, compiled, monkeypatch):
+    """The same bits, and how often the forward ran."""
+    if compiled and form == "reentrant":
+        pytest.skip("torch.compile takes use_reentrant=False")
+    calls = []
+    forward = flamia.hopper.forward_saving
+    monkeypatch.setattr(flamia.hopper, "forward_saving", lambda *args: calls.append(1) or forward(*args))
+    layer, x, cu = Layer(), rows(900, 0), packing(900, 7, 0)
+
+    def call(x, cu):
+        if form == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, flamia.SAVE_OPS)
+            return checkpoint(layer, x, cu, use_reentrant=False, context_fn=contexts)
+        return checkpoint(layer, x, cu, use_reentrant=form == "reentrant")
+
+    plain = step(layer, x, cu, torch.compile(layer, fullgraph=True) if compiled else None)
+    calls.clear()
+    got = step(layer, x, cu, torch.compile(call, fullgraph=True) if compiled else call)
+    assert len(calls) == (1 if form == "selective" else 2)
+    if compiled:  # other graphs: inductor may fuse what surrounds attention otherwise
+        assert all(error(a, b.double()) < 0.01 for a, b in zip(got, plain, strict=True))
+    else:
+        assert same(got, plain)
+
+
+@pytest.mark.parametrize("operator", ["forward", "backward"])
+def test_opcheck(operator):
+    """Schema, fakes and autograd registration with what the kernels really return: `saved` has a size then."""
+    ops = flamia.ops
+    q, k, v = (torch.randn(300, h, DIM, dtype=torch.bfloat16, device="cuda").requires_grad_() for h in (4, 2, 2))
+    cu = offsets([100, 0, 150])
+    options = (-1, 0, 0.125, "mxfp8_scores/strict", "hopper", "clamped")
+    if operator == "forward":
+        torch.library.opcheck(ops.attention_forward, (q, k, v, cu, cu, *options, -1, -1, True))
+        return
+    q, k, v = (x.detach() for x in (q, k, v))
+    o, lse, residual, saved = ops.attention_forward(q, k, v, cu, cu, *options, -1, -1, True)
+    assert saved.numel() > 0
+    arguments = (torch.randn_like(o), None, q, k, None, o, lse, residual, cu, cu, *options, True, True, True, saved)
+    torch.library.opcheck(ops.attention_backward, arguments)
+
+
+# ------------------------------------------------------------------------------------------------------ other libraries
+
+
+def positions(*lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])[None].cuda()
+
+
+@functools.cache
+def llama(name: str, dtype=torch.bfloat16):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.05, use_cache=False, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation=name).to("cuda", dtype)
+
+
+def hf_step(model, ids, where, call=None):
+    model.zero_grad()
+    logits = (model if call is None else call)(input_ids=ids, position_ids=where).logits
+    logits.float().square().mean().backward()
+    return [logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])]
+
+
+def test_transformers():
+    """A step near the eager attention's; then, compiled, packings that change without a wait."""
+    pytest.importorskip("transformers", minversion="5.0")
+    from flamia.integrations.transformers import register
+
+    name = register(name="flamia card", max_documents=8)
+    model, exact = llama(name), llama("eager", torch.float32)
+    exact.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 97, (1, 700), generator=torch.Generator().manual_seed(0)).cuda()
+    packings = [positions(700), positions(300, 1, 399), positions(128, 128, 444), positions(*[100] * 7)]
+    for where in packings[:2]:
+        got, want = hf_step(model, ids, where), hf_step(exact, ids, where)
+        assert error(got[0], want[0].double()) < 0.08 and error(got[1], want[1].double()) < 0.12
+    plain = [hf_step(model, ids, where) for where in packings]
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    hf_step(model, ids, packings[0], compiled)
+    with no_waiting():
+        results = [hf_step(model, ids, where, compiled) for where in packings]
+    assert counter.frame_count == 1
+    for got, want in zip(results, plain, strict=True):
+        assert all(error(x, y.double()) < 0.02 for x, y in zip(got, want, strict=True))
+
+
+def test_torchtitan():
+    """Its debug Qwen3 (head size 128) trains, with the list of saved operators extended and its blocks compiled."""
+    pytest.importorskip("torchtitan")
+    from torchtitan.models.qwen3 import model_registry
+
+    from flamia.integrations.torchtitan import AttentionConverter, SelectiveAC
+
+    torch.manual_seed(0)
+    config = model_registry("debugmodel", attn_backend="varlen", converters=[AttentionConverter.Config()]).model
+    config.layers = config.layers[:2]
+    with torch.device("cuda"):
+        model = config.build()
+    model.init_states(buffer_device=torch.device("cuda"))
+    SelectiveAC.Config().build().apply(model)
+    for name, block in model.layers.named_children():
+        model.layers.register_module(name, torch.compile(block, fullgraph=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 256, (2, 513), generator=torch.Generator().manual_seed(0)).cuda()
+    losses = []
+    for lengths in ((512,), (200, 312), (1, 511), (100, 412)) * 3:
+        where = positions(*lengths).expand(2, -1)
+        masks = model.get_attention_masks(positions=where)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens[:, :-1], positions=where, attention_masks=masks)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
