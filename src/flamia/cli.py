@@ -125,6 +125,8 @@ def train(
     with started(device) as (ranks, own_device):
         if ranks.first:
             print(corpus, file=sys.stderr)
+        if ranks.first and ranks.count > 1:
+            print(f"{ranks.count} ranks share each batch; should one be lost, go on with --resume", file=sys.stderr)
         for config, folder in zip(configs, folders, strict=True):
             with Progress(stream=None if ranks.first else io.StringIO()) as progress:
                 lane = progress.lane(config.recipe)

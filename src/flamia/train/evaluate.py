@@ -22,6 +22,7 @@ from flamia.train import checkpoint
 from flamia.train.config import TrainConfig
 from flamia.train.data import Batch, Corpus, PackedStream
 from flamia.train.model import Attend, Decoder
+from flamia.train.ranks import ALONE, Ranks
 
 EXACT = "bf16/strict"
 """The recipe that stands for exact attention: 16 bits, and no scale that tokens could share. It always runs on the
@@ -67,11 +68,15 @@ def validation_batches(corpus: Corpus, *, tokens: int, context: int, count: int)
 
 
 @torch.no_grad()
-def losses(model: Decoder, batches: Sequence[Batch], attend: Attend) -> list[float]:
+def losses(model: Decoder, batches: Sequence[Batch], attend: Attend, ranks: Ranks = ALONE) -> list[float]:
     """Mean loss of each batch, in nats per byte."""
     device = next(model.parameters()).device
+    found = []
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-        return [model.loss(batch.to(device), attend).item() for batch in batches]
+        for batch in batches:
+            part, predicted = ranks.share(batch, model.shape.width)
+            found.append(ranks.total(model.loss(part.to(device), attend, predicted)))
+    return found
 
 
 def mean(values: Sequence[float]) -> float:
@@ -95,8 +100,8 @@ class Gap:
         )
 
 
-def gap(model: Decoder, batches: Sequence[Batch], own: Attend, exact: Attend) -> Gap:
-    first, second = losses(model, batches, own), losses(model, batches, exact)
+def gap(model: Decoder, batches: Sequence[Batch], own: Attend, exact: Attend, ranks: Ranks = ALONE) -> Gap:
+    first, second = (losses(model, batches, attend, ranks) for attend in (own, exact))
     differences = [a - b for a, b in zip(first, second, strict=True)]
     centre = mean(differences)
     count = len(differences)

@@ -24,21 +24,31 @@ from flamia.train.config import TrainConfig
 from flamia.train.data import Corpus, PackedStream
 from flamia.train.evaluate import EXACT, Gap, attention_for, gap, losses, mean, validation_batches
 from flamia.train.model import Attend, Decoder
+from flamia.train.ranks import ALONE, Ranks, place, place_moments, watched
 
 Record = dict[str, Any]
 OnStep = Callable[[Record], None]
 
 
 class Trainer:
-    """A model, its optimiser and its place in the data. ``attend`` overrides the recipe's attention (for studies)."""
+    """A model, its optimiser and its place in the data. ``attend`` overrides the recipe's attention (for studies).
+    ``ranks``: the processes that share the work (ranks.py)."""
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, *, device: str | None = None, attend: Attend | None = None
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        *,
+        device: str | None = None,
+        attend: Attend | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.config, self.corpus = config, corpus
+        self.config, self.corpus, self.ranks = config, corpus, ranks
+        ranks.agree("options or data", f"{config}, data {corpus.fingerprint}")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.attend = attend or attention_for(config.recipe, config.backend)
         self.model = Decoder(config.shape, config.seed).to(self.device)
+        ranks.split(self.model, self.device)
         self.stream = PackedStream(corpus.train, tokens=config.tokens, context=config.context, seed=config.seed)
         self.validation = validation_batches(
             corpus, tokens=config.tokens, context=config.context, count=config.evaluate_batches
@@ -61,33 +71,36 @@ class Trainer:
         rate = self.config.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batch = self.stream.next().to(self.device)
+        batch, predicted = self.ranks.share(self.stream.next(), self.config.shape.width)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss = self.model.loss(batch, self.attend)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            loss = self.model.loss(batch.to(self.device), self.attend, predicted)
+        (loss * self.ranks.count).backward()  # FSDP takes the mean over ranks
+        norm = self.ranks.whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return {"step": self.step, "loss": loss.item(), "gradient_norm": norm.item(), "rate": rate}
+        return {"step": self.step, "loss": self.ranks.total(loss), "gradient_norm": norm.item(), "rate": rate}
 
     def validate(self) -> float:
-        return mean(losses(self.model, self.validation, self.attend))
+        return mean(losses(self.model, self.validation, self.attend, self.ranks))
 
     def judge(self, exact: Attend | None = None) -> Gap:
         """Validation through the recipe's own attention and through exact attention (bfloat16, no shared scales)."""
-        return gap(self.model, self.validation, self.attend, exact or attention_for(EXACT, "reference"))
+        return gap(self.model, self.validation, self.attend, exact or attention_for(EXACT, "reference"), self.ranks)
 
     def save(self, folder: Path, *, keep: int = 2) -> Path:
+        """All ranks must call it; the first one writes."""
         content = {
             "config": self.config.to_dict(),
             "corpus": self.corpus.fingerprint,
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.ranks.whole(self.model.state_dict()),
+            "optimizer": self.ranks.whole(self.optimizer.state_dict()),
             "stream": self.stream.state(),
         }
-        return checkpoint.save(folder, self.step, content, keep=keep)
+        path = checkpoint.save(folder, self.step, content, keep=keep) if self.ranks.first else folder
+        self.ranks.wait()
+        return path
 
     def restore(self, path: Path) -> None:
         """Continue from ``path``. Recipe, model and data must be those of the checkpoint; the number of steps may not
@@ -103,8 +116,8 @@ class Trainer:
                 )
         if content["corpus"] != self.corpus.fingerprint:
             raise ValueError(f"{path} was trained on other data than {self.corpus.source}; give the same --data")
-        self.model.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
+        place(self.model, content["model"])
+        place_moments(self.optimizer, content["optimizer"])
         self.stream.restore(content["stream"])
         self.step = content["step"]
 
@@ -148,43 +161,47 @@ def train(
     on_step: OnStep | None = None,
     attend: Attend | None = None,
     exact: Attend | None = None,
+    ranks: Ranks = ALONE,
 ) -> Run:
     """Train to ``config.steps``; log to ``folder/log.jsonl``, save to ``folder/step-*.pt``, and judge at the end.
 
     ``resume`` continues from the newest checkpoint in ``folder``, if there is one; without it the folder is begun anew,
     and the log and checkpoints of an earlier run are removed: a mixture of two runs would be resumed and judged as one.
     A loss that is not finite ends the run and is reported in ``Run.diverged_at``: for a study that is a result.
+    ``ranks``: all processes make the same call; the first one writes.
     """
-    trainer = Trainer(config, corpus, device=device, attend=attend)
+    trainer = Trainer(config, corpus, device=device, attend=attend, ranks=ranks)
     run = Run(config, parameters=trainer.model.size)
     newest = checkpoint.latest(folder) if folder and resume else None
     if folder and newest:
         trainer.restore(newest)
         run.records = [record for record in read_log(folder / "log.jsonl") if record["step"] <= trainer.step]
-    elif folder:
+    elif folder and ranks.first:
         checkpoint.remove_all(folder)
-    with log_to(folder, run.records) as write:
-        started = time.perf_counter()
-        while trainer.step < config.steps:
-            record = trainer.advance()
-            if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
-                run.diverged_at = record["step"]
-            last = trainer.step == config.steps
-            if run.diverged_at is None and (last or due(trainer.step, config.evaluate_every)):
-                record["validation"] = trainer.validate()
-            record["seconds"] = round(time.perf_counter() - started, 3)
-            run.records.append(record)
-            write(record)
-            if on_step:
-                on_step(record)
-            if run.diverged_at is not None:
-                break
-            if folder and (last or due(trainer.step, config.save_every)):
-                trainer.save(folder)
-        run.seconds = time.perf_counter() - started
-    if run.diverged_at is None:
-        run.gap = trainer.judge(exact)
-    if folder:
+    with watched(ranks, lambda: trainer.step, folder):
+        ranks.wait()  # nobody writes before all have read
+        with log_to(folder if ranks.first else None, run.records) as write:
+            started = time.perf_counter()
+            while trainer.step < config.steps:
+                record = trainer.advance()
+                if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
+                    run.diverged_at = record["step"]
+                last = trainer.step == config.steps
+                if run.diverged_at is None and (last or due(trainer.step, config.evaluate_every)):
+                    record["validation"] = trainer.validate()
+                record["seconds"] = round(time.perf_counter() - started, 3)
+                run.records.append(record)
+                write(record)
+                if on_step:
+                    on_step(record)
+                if run.diverged_at is not None:
+                    break
+                if folder and (last or due(trainer.step, config.save_every)):
+                    trainer.save(folder)
+            run.seconds = time.perf_counter() - started
+        if run.diverged_at is None:
+            run.gap = trainer.judge(exact)
+    if folder and ranks.first:
         (folder / "summary.json").write_text(json.dumps(run.summary(), indent=2) + "\n", encoding="utf-8")
     return run
 

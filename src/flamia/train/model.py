@@ -130,9 +130,13 @@ class Decoder(nn.Module):
             x = block(x, turned, batch.cu_seqlens, attend)
         return self.head(self.norm(x))
 
-    def loss(self, batch: Batch, attend: Attend) -> Tensor:
-        """Mean cross entropy in nats per predicted byte; a document's last byte predicts nothing."""
-        return F.cross_entropy(self(batch, attend).float(), batch.targets, ignore_index=IGNORED)
+    def loss(self, batch: Batch, attend: Attend, predicted: int | None = None) -> Tensor:
+        """Mean cross entropy in nats per predicted byte; a document's last byte predicts nothing. predicted: divide by this
+        number, of the predicted bytes of a batch that several ranks share, in place of the number in this one."""
+        logits = self(batch, attend).float()
+        if predicted is None:
+            return F.cross_entropy(logits, batch.targets, ignore_index=IGNORED)
+        return F.cross_entropy(logits, batch.targets, ignore_index=IGNORED, reduction="sum") / predicted
 
     @property
     def size(self) -> int:
