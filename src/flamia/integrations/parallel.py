@@ -19,8 +19,9 @@ Calls are made of what the operators know already. A piece of queries is a docum
 piece of keys start .. end is one whose right side is open as far as the queries reach behind it; its queries are padded to whole
 blocks with rows of zeros, which add zeros. Under a window the keys just behind the piece are taken along instead.
 
-Memory: each rank holds, for the time of a call, the gathered bytes and a 16-bit copy of the keys for each of its pieces: about
-1 + 1 / (2 ranks) times K and V of a long document, which is what bounds a context here, not its quadratic work.
+Memory: between forward and backward a rank keeps its own tokens. For the time of a call it holds the gathered bytes and 16-bit
+copies of what one operator reads: K and V once for each of its pieces, with two pieces about 1 + 1 / (2 ranks) times those of a
+long document, and in the backward Q, dO and O of the queries behind one piece at a time. That bounds a context here.
 """
 
 from __future__ import annotations
