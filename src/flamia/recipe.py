@@ -284,7 +284,9 @@ _OPTIONS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("r
 def _preset(route: str, safety: str, options: dict) -> Recipe:
     defaults: dict = {}
     if route in UNIFORM_ROUTES:
-        defaults = {"lag": 0, "boost": 0}  # 16-bit weights need neither
+        # 16-bit weights need no boost. A kernel whose scores have 8 bits gains a tenth of its time by not following the
+        # maximum closely, and a weight near one stays exact: 1 - 2^-6 and more of a row.
+        defaults = {"lag": 6 if route == "mxfp8_scores" else 0, "boost": 0}
     elif safety == "fast":
         defaults = {"dq_accumulator": "fp16_sequence"}
     elif safety == "fold":

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-LN2 = math.log(2)
+LAG = 6 * math.log(2)
 
 
 def encode(x: Tensor) -> Tensor:
@@ -64,8 +64,12 @@ def document(q, k, v, do, dlse, seen, scale, rounding):
     s = (encoded(q) @ encoded(k).mT * scale).masked_fill(~seen, -torch.inf)
     value, g = encoded(v), encoded(do)
     steps = range(0, k.shape[1], 128)
-    references = torch.stack([s[..., n : n + 128].amax(-1) for n in steps], -1).cummax(-1).values / LN2
-    m = torch.where(references == -torch.inf, 0, references.ceil()) * LN2  # a power of two: rounding is relative to any
+    references = [torch.full_like(s[..., 0], -torch.inf)]
+    for n in steps:  # a reference moves, to the maximum, when a step exceeds it by 2^6
+        largest = s[..., n : n + 128].amax(-1)
+        references.append(torch.where(largest > references[-1] + LAG, largest, references[-1]))
+    references = torch.stack(references[1:], -1)
+    m = torch.where(references == -torch.inf, 0, references)
     last = m[..., -1:]
     total = (s - last).exp().sum(-1)
     number = sum(

@@ -8,7 +8,7 @@ nothing in the item.
 
 from __future__ import annotations
 
-from .compat import gl, gluon
+from .compat import gl, gluon, mbarrier
 
 SLOTS = gl.constexpr(8)
 SLOT_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -45,3 +45,77 @@ def operand(x, LAYOUT: gl.constexpr):
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
+
+
+@gluon.jit
+def late(x):
+    """x (int32), as if it were known only here: the compiler would evaluate a mask ahead of the products and carry its bits
+    past them, packed, at three times the instructions."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_over(count, i, full, empty, ST: gl.constexpr):
+    """Give back the tiles of `count` steps of which a warpgroup sees nothing, once they are there: a release ahead of
+    the arrival would be taken for one of the round before."""
+    for _n in range(count):
+        s = i % ST
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.arrive(empty.index(s), count=1)
+        i += 1
+    return i
+
+
+# One bit that every thread of a warpgroup can vote on. Gluon's way from a tensor to a scalar crosses lanes and then warps,
+# some 300 cycles with two barriers; the hardware's reducing barrier takes one. The result is uniform, so it may steer a
+# branch, but has to reach Gluon as a scalar: it waits in a register of the machine language, declared once per kernel.
+VOTE_0 = gl.constexpr(
+    "{ .reg .pred p, q; .reg .f32 t; max.f32 t, $2, $3; setp.ge.f32 q, t, $4; "
+    "barrier.cta.red.or.pred p, 12, 128, q; selp.b32 flamia_vote, 1, 0, p; mov.b32 $0, 0; mov.b32 $1, 0; }"
+)
+VOTE_1 = gl.constexpr(
+    "{ .reg .pred p, q; .reg .f32 t; max.f32 t, $2, $3; setp.ge.f32 q, t, $4; "
+    "barrier.cta.red.or.pred p, 13, 128, q; selp.b32 flamia_vote, 1, 0, p; mov.b32 $0, 0; mov.b32 $1, 0; }"
+)
+
+
+@gluon.jit
+def declare_vote():
+    """Once, before the warps part ways."""
+    x = gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        ".reg .b32 flamia_vote; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def vote(c, x, limit):
+    """All 128 threads of warpgroup c: does any hold an x (two FP32 numbers a thread) of at least `limit`?"""
+    if c == 0:
+        gl.inline_asm_elementwise(VOTE_0, "=r,=r,r,r,r,r", [x, limit], dtype=gl.int32, is_pure=False, pack=2)
+    else:
+        gl.inline_asm_elementwise(VOTE_1, "=r,=r,r,r,r,r", [x, limit], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def outcome():
+    """The last vote of this warpgroup, 0 or 1."""
+    x = gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    x = gl.inline_asm_elementwise("mov.b32 $0, flamia_vote;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.max(x, 0)
+
+
+# Turns: the two consumer warpgroups start their products one after the other, so that one makes weights while the other's
+# products run. Named barriers of all 256 threads; warpgroup 1 passes once before it begins.
+
+
+@gluon.jit
+def await_turn(c):
+    x = gl.full([128], 14, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])) + c
+    gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(c):
+    x = gl.full([128], 15, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])) - c
+    gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -10,7 +10,7 @@ next weights are made under it.
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand
+from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand, pass_over
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
@@ -110,8 +110,8 @@ def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, 
         ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         tp = warpgroup_mma(g, vs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
-        seen = seen_keys(row, n, lk, left, right, LEFT, BN, SL)
         x = warpgroup_mma_wait(2, deps=[ts])
+        seen = seen_keys(row, n, lk, left, right, LEFT, BN, SL)
         p = gl.exp2((x * kf[None, :]) * a[:, None] - lse[:, None])
         if MASK:
             p = gl.where(seen, p, 0.0)
@@ -146,11 +146,15 @@ def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_emp
         lk = announced(slots, 4)
         first = announced(slots, 5)
         end = announced(slots, 6)
-        full_end = gl.minimum(gl.maximum(position + right + 1, 0) // BN, lk // BN)
-        full_end = gl.minimum(gl.maximum(full_end, first), end)
+        # of the CTA's steps those that a row of this warpgroup sees, and of these the ones that all its rows see whole
+        top = position + c * 64
+        stop = gl.where(top + 63 + right < 0, 0, gl.maximum(top + 63 + right, 0) // BN + 1)
+        stop = gl.where(c * 64 < valid, gl.maximum(gl.minimum(stop, end), first), first)
+        full_end = gl.minimum(gl.maximum(top + right + 1, 0) // BN, lk // BN)
+        full_end = gl.minimum(gl.maximum(full_end, first), stop)
         full_first = first
         if LEFT:
-            full_first = (gl.maximum(position + 127 - left, 0) + BN - 1) // BN
+            full_first = (gl.maximum(top + 63 - left, 0) + BN - 1) // BN
             full_first = gl.minimum(gl.maximum(full_first, first), full_end)
         local = c * 64 + gl.arange(0, 64, layout=RL)
         row = position + local
@@ -160,11 +164,12 @@ def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_emp
         if HOLD:
             q = qs.index(c).load(gl.DotOperandLayout(0, SL, 4))
             g = gs.index(c).load(gl.DotOperandLayout(0, SL, 4))
+            mbarrier.arrive(q_empty, count=1)  # all is in registers: the next item's may come
         else:
             q = qs.index(c)
             g = gs.index(c)
         dq = gl.full([64, D], 0.0, gl.float32, layout=OL)
-        if first < end:
+        if first < stop:
             s = i % ST
             mbarrier.wait(full.index(s), (i // ST) & 1)
             ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -182,13 +187,15 @@ def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_emp
                                     ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
             i, u, dq = dq_steps(gl.maximum(first + 1, full_first), full_end, i, u, dq, q, g, a, lse, d, row, zero,
                                 lk, left, right, ks, vs, kbs, kfs, vfs, full, empty, False, LEFT, BN, ST, SL, DOT)  # fmt: skip
-            i, u, dq = dq_steps(gl.maximum(first + 1, full_end), end, i, u, dq, q, g, a, lse, d, row, zero, lk,
+            i, u, dq = dq_steps(gl.maximum(first + 1, full_end), stop, i, u, dq, q, g, a, lse, d, row, zero, lk,
                                 left, right, ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
             sp = (i + ST - 1) % ST
             td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[td])
             mbarrier.arrive(empty.index(sp), count=1)
-        mbarrier.arrive(q_empty, count=1)
+        i = pass_over(gl.maximum(end - stop, 0), i, full, empty, ST)
+        if not HOLD:
+            mbarrier.arrive(q_empty, count=1)
         out = gl.convert_layout((dq * scale).to(gl.bfloat16), BL)
         ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
         co = gl.arange(0, D, layout=gl.SliceLayout(0, BL))

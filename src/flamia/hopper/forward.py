@@ -3,21 +3,45 @@
 One CTA holds 128 queries: two consumer warpgroups with 64 rows each, and a producer warp that brings key blocks of 128
 positions by TMA. Per step a consumer
     1. starts S of this step (8 bit) and P V of the step before (16 bit), both asynchronous,
-    2. runs the softmax of this step under that P V,
-    3. joins: O = O * alpha once P V is there.
+    2. makes the weights of this step under that P V,
+    3. joins.
 
-A score is x * 2^e(K) (one multiply, the mask, the row maximum) and then one fused multiply-add and one exp2. The row
-reference is the exact running maximum, one step of 128 keys at a time, ascending: part of the numerics, and decided by
-positions inside the document alone. The LSE counts the weights before they are rounded to BF16.
+The row reference m of the softmax may lag behind the running maximum: P in BF16 and sums in FP32 keep their relative
+precision wherever m lies. The rule, row by row: a step of 128 keys (ascending; positions inside the document alone say
+which) whose maximum exceeds m by more than LAG moves m to that maximum, and so does the first step that a row sees. Two
+things follow. Nothing overflows; and a key that takes nearly all of a row's weight has P = 1 exactly, as O = V of that
+key must be exact for O and E to cancel in the backward (an attention sink, wherever it stands).
 
-The second warpgroup's exp2 fill the queue that shared-memory reads and shuffles also wait in; so the factors of the keys
-are read before the products are started, and the sum of a row is kept per thread and crosses lanes once, at the end.
+The maximum itself is not computed. Weights are made against the m at hand, with one fused multiply-add and one exp2; a
+weight above 2^LAG shows in a thread's partial sum of the row, which is needed anyway. Then the step is made again by the
+rule (`again`). That any row of a warpgroup can send the step there is invisible: rows that the rule does not move get the
+same bits from it.
+
+The LSE counts the weights before they are rounded to BF16. The second warpgroup's exp2 fill the queue that shared-memory
+reads and shuffles also wait in; so the factors of the keys are read before the products are started, and the sum of a row
+is kept per thread and crosses lanes once, at the end.
 """
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand
+from .common import (
+    SLOT_LAYOUT,
+    SLOTS,
+    announce,
+    announced,
+    await_turn,
+    declare_vote,
+    item,
+    late,
+    operand,
+    outcome,
+    pass_turn,
+    vote,
+)
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+
+LAG = gl.constexpr(6.0)  # in powers of two; reference/ has the same in Recipe.lag
+PEAK = gl.constexpr(2.0**6)  # a partial sum below it holds no weight above 2^LAG
 
 
 @gluon.jit
@@ -69,33 +93,13 @@ def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, 
 
 
 @gluon.jit
-def reference(x, factor, a, m, row, n, lk, left, right, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr,
-              SL: gl.constexpr):  # fmt: skip
-    """Scores of one step up to the row factor, masked; the rows' new running maximum, and what to subtract."""
-    t = x * factor[None, :]
-    if MASK:
-        col = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-        high = gl.minimum(row + right, lk - 1)
-        seen = col[None, :] <= high[:, None]
-        if LEFT:
-            seen = seen & (col[None, :] >= (row - left)[:, None])
-        t = gl.where(seen, t, -float("inf"))
-    new = gl.maximum(m, gl.max(t, 1) * a)
-    if MASK:
-        safe = gl.where(new == -float("inf"), 0.0, new)
-    else:
-        safe = new
-    return t, new, safe
-
-
-@gluon.jit
-def weigh(t, a, m, safe, l, BN: gl.constexpr):
-    """Weights before rounding, the rows' sums so far, and the factor that rescales what came before."""
-    p = gl.exp2(t * a[:, None] - safe[:, None])
-    alpha = gl.exp2(m - safe)
-    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
-    l = l * rescale[:, None] + thread_sums(p, BN)
-    return p, l, alpha
+def seen_keys(row, n, lk, left, right, LEFT: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):
+    col = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+    high = late(gl.minimum(row + right, lk - 1))
+    seen = col[None, :] <= high[:, None]
+    if LEFT:
+        seen = seen & (col[None, :] >= late(row - left)[:, None])
+    return seen
 
 
 @gluon.jit
@@ -105,25 +109,51 @@ def thread_sums(p, BN: gl.constexpr):
 
 
 @gluon.jit
+def again(x, factor, a, m, seen, MASK: gl.constexpr):
+    """A step by the rule: its weights, the rows' new reference, and the factor that rescales what came before."""
+    t = x * factor[None, :]
+    if MASK:
+        t = gl.where(seen, t, -float("inf"))
+    top = gl.max(t, 1) * a
+    new = gl.where(top > m + LAG, top, m)
+    safe = gl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
+    return gl.exp2(t * a[:, None] - safe[:, None]), new, gl.exp2(m - safe)
+
+
+@gluon.jit
 def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, k_full, v_full,
                   empty, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                  SL: gl.constexpr, OL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+                  SL: gl.constexpr, OL: gl.constexpr, DOT: gl.constexpr, c):  # fmt: skip
     for n in range(lo, hi):
         s = i % ST
         sp = (i - 1) % ST
         factor = fs.index(s).load(gl.SliceLayout(0, SL))
+        await_turn(c)
         ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
         to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)
+        pass_turn(c)
         x = warpgroup_mma_wait(1, deps=[ts])
-        t, new, safe = reference(x, factor, a, m, row, n, lk, left, right, MASK, LEFT, BN, SL)
-        w, l, alpha = weigh(t, a, m, safe, l, BN)
-        m = new
+        w = gl.exp2((x * factor[None, :]) * a[:, None] - m[:, None])
+        if MASK:
+            w = gl.where(seen_keys(row, n, lk, left, right, LEFT, BN, SL), w, 0.0)
+        sums = thread_sums(w, BN)
+        vote(c, sums, PEAK)
         # this wait's branch also keeps the assembler from moving the weights behind the join, where no product runs
         mbarrier.wait(k_full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
         acc, w = warpgroup_mma_wait(0, deps=[to, w])
+        raised = outcome()
+        if raised != 0:
+            ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            x = warpgroup_mma_wait(0, deps=[ts])
+            # n, told so that the assembler does not keep the mask above in 64 bits of registers for a step that rarely comes
+            seen = seen_keys(row, n + raised - 1, lk, left, right, LEFT, BN, SL)
+            w, m, alpha = again(x, fs.index(s).load(gl.SliceLayout(0, SL)), a, m, seen, MASK)
+            sums = thread_sums(w, BN)
+            l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
+        l += sums
         mbarrier.arrive(empty.index(sp), count=1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
         p = operand(w, DOT)
         i += 1
     return i, p, acc, m, l
@@ -141,6 +171,8 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_fu
     zero = gl.full([64, BN], 0.0, gl.float32, layout=SL)
     i = 0
     tile = 0
+    if c == 1:
+        pass_turn(c)
     mbarrier.wait(q_full, 0)
     h = announced(slots, 0)
     while h >= 0:
@@ -162,6 +194,7 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_fu
         a = qf.index(c).load(RL)
         if HOLD:
             q = qs.index(c).load(gl.DotOperandLayout(0, SL, 4))
+            mbarrier.arrive(q_empty, count=1)  # all is in registers: the next item's may come
         else:
             q = qs.index(c)
         m = gl.full([64], -float("inf"), gl.float32, layout=RL)
@@ -173,9 +206,9 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_fu
             factor = fs.index(s).load(gl.SliceLayout(0, SL))
             ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(0, deps=[ts])
-            t, new, safe = reference(x, factor, a, m, row, first, lk, left, right, True, LEFT, BN, SL)
-            w, l, _ = weigh(t, a, m, safe, l, BN)
-            m = new
+            seen = seen_keys(row, first, lk, left, right, LEFT, BN, SL)
+            w, m, _ = again(x, factor, a, m, seen, True)
+            l = thread_sums(w, BN)
             p = operand(w, DOT)
             last = i + end - 1 - first
             mbarrier.wait(k_full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
@@ -183,19 +216,20 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_fu
             if LEFT:
                 i, p, acc, m, l = forward_steps(
                     first + 1, full_first, last, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks,
-                    vs, fs, k_full, v_full, empty, True, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+                    vs, fs, k_full, v_full, empty, True, LEFT, BN, ST, SL, OL, DOT, c)  # fmt: skip
             i, p, acc, m, l = forward_steps(
                 gl.maximum(first + 1, full_first), full_end, last, i, p, acc, m, l, a, q, row, zero, lk,
-                left, right, ks, vs, fs, k_full, v_full, empty, False, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+                left, right, ks, vs, fs, k_full, v_full, empty, False, LEFT, BN, ST, SL, OL, DOT, c)  # fmt: skip
             i, p, acc, m, l = forward_steps(
                 gl.maximum(first + 1, full_end), end, last, i, p, acc, m, l, a, q, row, zero, lk, left,
-                right, ks, vs, fs, k_full, v_full, empty, True, LEFT, BN, ST, SL, OL, DOT)  # fmt: skip
+                right, ks, vs, fs, k_full, v_full, empty, True, LEFT, BN, ST, SL, OL, DOT, c)  # fmt: skip
             sp = (i - 1) % ST
             mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
             to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[to])
             mbarrier.arrive(empty.index(sp), count=1)
-        mbarrier.arrive(q_empty, count=1)
+        if not HOLD:
+            mbarrier.arrive(q_empty, count=1)
         total_weight = gl.convert_layout(gl.sum(l, 1), RL)
         blind = total_weight == 0.0
         inverse = 1.0 / gl.where(blind, 1.0, total_weight)
@@ -234,6 +268,7 @@ def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, O, LSE, ITEMS, COUNTS
         mbarrier.init(v_full.index(s), 1)
         mbarrier.init(empty.index(s), 2)
     fence_async_shared()
+    declare_vote()
     gl.warp_specialize([
         (forward_consumer, (0, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
                             lse_stride, left, right, D, BN, ST, LEFT, HOLD)),

@@ -125,7 +125,7 @@ def encode(
         q, k, v, e.q_codes, e.k_codes, e.v_codes, v_decoded, e.q_factor, e.k_factor, e.v_factor, o, lse,
         e.plan.q_blocks, e.plan.k_blocks, e.plan.counts, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), q_pad, k_pad, max(abs(scale), SMALLEST_SCALE) * LOG2E, math.copysign(1.0, scale), hq,
-        hk, tq, D=d, ROWS=ROWS, num_warps=4,
+        hk, tq, tk, D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     return saved, e, v_decoded
 

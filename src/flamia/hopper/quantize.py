@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 ROWS = 32  # tokens of one program; divides a block of 128
+LARGEST = tl.constexpr(3.3895313892515355e38)  # of BF16
 
 
 @triton.jit
@@ -83,12 +84,24 @@ def _outside(COUNTS, row, rows, SIDE: tl.constexpr):
     return ((row < tl.load(COUNTS + SIDE)) | (row >= tl.load(COUNTS + SIDE + 1))) & (row < rows)
 
 
-@triton.jit(do_not_specialize=["hq", "hk", "q_rows"])
+@triton.jit
+def _report(X, COUNTS, token, outside, END: tl.constexpr, heads, stride_t, stride_h, D: tl.constexpr):
+    """Raise the flag if a token shortly behind the last document is not finite."""
+    near = outside & (token < tl.load(COUNTS + END) + 128)
+    for head in range(heads):
+        at = token.to(tl.int64)[:, None] * stride_t + tl.cast(head, tl.int64) * stride_h + tl.arange(0, D)[None, :]
+        x = tl.load(X + at, mask=near[:, None], other=0.0)
+        if tl.max(_amax(x), 0) >= 0x7F80:
+            tl.store(COUNTS + 2, 1)
+
+
+@triton.jit(do_not_specialize=["hq", "hk", "q_rows", "k_rows"])
 def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCKS, COUNTS, q_stride_t, q_stride_h,
                   k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_pad, k_pad, factor, sign, hq, hk, q_rows,
-                  D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                  k_rows, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Grid (blocks * 128 / ROWS, query heads + key heads + 1). q_pad, k_pad: rows of a head in the padded buffers. The
-    last row of the grid sets O and LSE of the tokens outside all documents."""
+    last row of the grid sets O and LSE of the tokens outside all documents, and looks for what is not finite there: tiles
+    of Q and K as given reach up to 127 rows past the last document."""
     block = tl.program_id(0) // (128 // ROWS)
     rows = (tl.program_id(0) % (128 // ROWS)) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
@@ -114,6 +127,10 @@ def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCK
             _clear(O, token, outside, hq * D)
             for h in range(hq):
                 tl.store(LSE + h * q_rows + token, tl.full([ROWS], float("-inf"), tl.float32), mask=outside)
+            _report(Q, COUNTS, token, outside, 4, hq, q_stride_t, q_stride_h, D)
+        outside = _outside(COUNTS, token, k_rows, 5)
+        if tl.max(outside.to(tl.int32), 0) > 0:
+            _report(K, COUNTS, token, outside, 6, hk, k_stride_t, k_stride_h, D)
     else:
         head -= hq
         if block < tl.load(COUNTS + 1):
@@ -129,7 +146,10 @@ def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCK
             v_codes = _codes(v, ev, bad)
             tl.store(KC + to, _codes(k, ek, bad))
             tl.store(VC + to, v_codes)
-            tl.store(VD + to, (v_codes.to(tl.float32) * _power(ev)[:, None]).to(tl.bfloat16))
+            decoded = v_codes.to(tl.float32) * _power(ev)[:, None]
+            # rounding to a code may take the largest finite numbers to 2^128; 0 * infinity would cross the mask
+            decoded = tl.minimum(tl.maximum(decoded, -LARGEST), LARGEST)
+            tl.store(VD + to, decoded.to(tl.bfloat16))
             tl.store(KF + at, tl.where(bad, nan, _power(ek) * sign))
             tl.store(VF + at, _power(ev))
             if tl.max(tl.maximum(k_amax, v_amax), 0) >= 0x7F80:
