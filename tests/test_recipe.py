@@ -65,6 +65,8 @@ def test_output_and_its_gradient_read_the_same_v():
         ({"lag": 2, "boost": 8}, "lag=2, boost=8.*448.*at most 8"),
         ({"lag": -1}, "lag=-1"),
         ({"boost": 10**9}, "boost=1000000000.*0..15"),
+        ({"route": "bf16", "lag": 0, "boost": 1}, "boost=1.*16 bits.*nothing reads it"),
+        ({"route": "mxfp8_scores", "lag": 0, "boost": 6}, "boost=6.*16 bits.*nothing reads it"),
         ({"frontier_block": 2**30}, "frontier_block=1073741824.*32..4096"),
         ({"route": "bf16", "scale_rule": "floor", "lag": 0, "boost": 0}, "scale_rule='floor'.*nothing"),
         ({"route": "nvfp4", "scale_rule": "floor"}, "scale_rule='floor'.*FP4"),
