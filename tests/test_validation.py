@@ -242,10 +242,15 @@ def test_unknown_keywords_are_type_errors():
 def test_positional_arguments_of_another_version_raise():
     """flash-attention 2 has dropout_p in fourth place: read as a scale of 0, then a scale as `causal`."""
     q, k, v = (x[None] for x in inputs())
-    with pytest.raises(ValueError):
-        flamia.flash_attn_func(q, k, v, 0.0, 0.35, True)
+    for of_version_2 in ((0.0, 0.35, True), (0.1, 0.35, True), (0.1, None, True), (0.1,), (0.0,), (1,)):
+        call = partial(flamia.flash_attn_func, q, k, v, *of_version_2)
+        refuses(call, "fourth place", "softmax_scale=", of_version_2[0])
+    refuses(lambda: flamia.flash_attn_func(q, k, v, 0.1, causal=True), "fourth place", "dropout_p")
     with pytest.raises(TypeError):
         flamia.flash_attn_func(q, k, v, None, True, (-1, -1), 0.0)
+    named = flamia.flash_attn_func(q, k, v, softmax_scale=0.1, causal=True)
+    assert torch.equal(flamia.flash_attn_func(q, k, v, 0.1, True), named)
+    assert torch.equal(flamia.flash_attn_func(q, k, v, None), flamia.flash_attn_func(q, k, v))
 
 
 # --------------------------------------------------------------------------------------------------------- backends

@@ -15,12 +15,17 @@ autocast regions tend to produce, is refused by name rather than cast behind the
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from flamia import ops, validation
 from flamia.recipe import Recipe
 
+T = TypeVar("T")
 Window = tuple[int | None, int | None] | None
 
 
@@ -134,6 +139,25 @@ def attention_varlen(
     return (o, lse) if return_lse else o
 
 
+def _told_apart(function: Callable[..., T]) -> Callable[..., T]:
+    """Refuse a lone number in fourth place: a scale in one version of flash-attention, a dropout in another. The fifth
+    place tells them apart, `causal` (a bool) behind a scale, a scale (None or a number) behind a dropout.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> T:
+        fourth, fifth = (*arguments[3:5], None, None)[:2]
+        if fourth is not None and not isinstance(fifth, bool):
+            raise ValueError(
+                f"{fourth!r} in fourth place is softmax_scale to flash-attention 3 and dropout_p to version 2, and nothing "
+                "here tells which: write softmax_scale= (there is no dropout)"
+            )
+        return function(*arguments, **named)
+
+    return call
+
+
+@_told_apart
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -150,9 +174,9 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` under flash-attention's names: q, k, v are (batch, tokens, heads, dim).
 
-    Positional up to `window_size`, in the order of flash-attention 3 and 4; what follows differs between its versions
-    and is taken by name only. Version 2 has dropout_p in fourth place: a 0.0 there is
-    refused, but any other value cannot be told from a scale, so pass by name in code written for version 2.
+    Positional up to `window_size`, in the order of flash-attention 3; what follows differs between its versions and is
+    taken by name only. Version 2 has dropout_p in fourth place. A number there is a scale only if `causal` follows it, as
+    version 3 has it; alone, or before another number, it is refused.
 
     Further arguments of flash-attention: what may change only its speed (`deterministic`, `num_splits`, `pack_gqa`,
     `sm_margin`, ...) is a hint that changes no bit, and results are always deterministic; what would change the result
