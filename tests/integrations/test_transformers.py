@@ -275,6 +275,16 @@ def test_a_decoded_token_has_the_bits_of_the_whole_sequence(kind):
             assert error(part, whole[:, new]) < 0.03
 
 
+@pytest.mark.parametrize("kind", ["llama", "sliding"])
+def test_a_packed_prefill_is_not_gone_on_with(kind):
+    """Its cache holds keys of all documents, which nothing tells apart. (Under a window they are soon forgotten.)"""
+    net, ids = model(kind, STRICT).eval(), tokens(1, 30)
+    cache = DynamicCache(config=net.config)
+    net(ids, position_ids=positions(12, 18), past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="fewer tokens than the cache holds"):
+        net(ids[:, :1], position_ids=torch.tensor([[18]]), past_key_values=cache)
+
+
 def test_the_audit_of_a_whole_model_is_clean():
     report = flamia.audit_model(model("llama", STRICT), effort="spot")
     assert report.verdict == "clean", str(report)
@@ -291,9 +301,9 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixed"])
-def test_one_graph_for_all_packings(kind, fresh_compiler):
-    net, ids = model(kind, registered("mxfp8/strict", max_documents=8)), tokens(1, 150)
+@pytest.mark.parametrize(("kind", "most"), [("llama", None), ("mixed", 8)])
+def test_one_graph_for_all_packings(kind, most, fresh_compiler):
+    net, ids = model(kind, registered("mxfp8/strict", max_documents=most)), tokens(1, 150)
     packings = [(150,), LENGTHS, (1, 149), (10, 20, 30, 90), (75, 75)]
     plain = [step(net, ids, position_ids=positions(*lengths))[2] for lengths in packings]
     counter = CompileCounterWithBackend("aot_eager")

@@ -20,8 +20,8 @@ document begins. This attention knows documents and windows, so here the one is 
   mask, and has the offsets of all documents. Padding becomes documents of its own, that nobody sees. `cu_seq_lens_q` and
   `cu_seq_lens_k`, where the caller gives them, are the documents, as in transformers' flash-attention.
 
-How many documents a call holds is data. Read from there it costs one wait for the device in a forward and breaks a
-compiled graph; `register(max_documents=...)` bounds it, and then nothing is read.
+How many documents a call holds is data. Read from there it costs one wait for the device in a forward, and cannot be
+recorded in a CUDA graph; `register(max_documents=...)` bounds it, and then nothing is read.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ def register(
         name: what to give as `attn_implementation`. Several recipes may be registered under several names.
         backend: "auto", "reference" or "hopper", as in `flamia.attention_varlen`.
         max_documents: at most so many documents in one call, all rows of the batch together, paddings included: a row
-            that is padded on one side holds two. With it offsets have a fixed size and are never read, which
-            `torch.compile(fullgraph=True)` and CUDA graphs need. None: any number; the device is waited for once in a
-            forward.
+            that is padded on one side holds two. With it offsets have a fixed size and are never read, which CUDA graphs
+            need. None: any number; the device is waited for once in a forward.
     """
     attention_interface, mask_interface = _interfaces()
     if not isinstance(name, str) or not name or any(part in name for part in ("/", "|", ":", "flash")):
@@ -235,13 +234,21 @@ def _documents(bits: Tensor, positions: Tensor | None, queries: int, most: int |
     bits = bits[:, 0, 0]
     batch, keys = bits.shape
     is_query, start = (bits & IS_QUERY) != 0, (bits & STARTS) != 0
-    if positions is not None and queries > 1:
+    if positions is not None:
         positions = positions.expand(batch, queries)
         restart = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
         start = start | (_spread(restart, is_query) & ((bits & PADDING) == 0))
     cu_k = offsets_of(start.flatten(), most)
     if queries == keys:
         return cu_k, cu_k
+    if positions is not None:
+        cached = (is_query.cumsum(-1) == 0) & ((bits & PADDING) == 0)
+        _must(
+            (positions[:, 0] >= cached.sum(-1)).all(),
+            "position_ids go on with fewer tokens than the cache holds: after a prefill of packed documents the keys of all "
+            "of them are in there. Decode with one document in a row, padded on the left",
+            wait=most is None,
+        )
     before = nn.functional.pad(is_query.flatten().cumsum(0), (1, 0))  # queries up to, not including, a key
     return before[cu_k.long()].to(torch.int32), cu_k
 
