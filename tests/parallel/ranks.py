@@ -11,6 +11,8 @@ import torch.multiprocessing as mp
 from helpers import inputs, offsets, same_bits
 
 import flamia
+from flamia.bench.parallel import measure
+from flamia.bench.workloads import Workload
 from flamia.integrations.parallel import ContextParallel
 
 
@@ -221,3 +223,20 @@ def audited(rank: int) -> None:
     for recipe in ("mxfp8_scores/strict", "mxfp8/strict"):
         report = flamia.audit(Everywhere(recipe, None), effort="spot", heads=(2, 1), head_dim=16)
         assert report.exit_code == 0, str(report)
+
+
+def benchmarked(rank: int) -> None:
+    """The benchmark checks the bits before it times anything."""
+    workload = Workload("300+2x40", (300, 40, 40), 2, 1, 16)
+    found = measure(workload, 1, torch.device("cpu"))
+    assert found["ranks"] == 2 and found["train"]["ratio"][0] > 0 and found["forward"]["all_ms"] > 0
+    right = ContextParallel.attention
+    ContextParallel.attention = lambda self, *tensors: right(self, *tensors) + rank  # on one rank of the two
+    try:
+        measure(workload, 1, torch.device("cpu"))
+    except SystemExit as stopped:
+        assert "nothing is timed" in str(stopped)
+    else:
+        raise AssertionError("timed what is wrong")
+    finally:
+        ContextParallel.attention = right
