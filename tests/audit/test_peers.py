@@ -253,3 +253,22 @@ def test_the_documents_of_a_mask():
     assert rows == [[0], [0, 1], [2], [2, 3], [3, 4]]
     whole = allowed(5, None, (None, None), torch.device("cpu"))
     assert bool(whole.all())
+
+
+def test_peers_go_by_name_as_on_the_command_line(tmp_path, monkeypatch):
+    from flamia.audit import Options, Peer, PeerAudit, audit_peers, known_peers
+
+    (tmp_path / "somebodys_attention.py").write_text(
+        "from flamia.audit.controls import attend\ndef forward(q, k, v, cu_seqlens):\n    return attend(q, k, v, cu_seqlens)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    mine = peer_of(lambda q, k, v, cu: attend(q, k, v, cu))
+    asked = ["sdpa:overrideable", mine, "somebodys_attention:forward", "flash:4"]
+    found = audit_peers(asked, effort="spot", head_dim=16)
+    assert isinstance(found, PeerAudit)
+    assert [p.name for p in found.peers] == ["sdpa:overrideable", "toy", "somebodys_attention:forward", "flash:4"]
+    assert {r.verdict for r in found.of("toy") + found.of("somebodys_attention:forward")} == {"clean"}
+    assert {r.verdict for r in found.of("sdpa:overrideable")} == {"refused"} and "flash_attn" in found.missing["flash:4"]
+    assert all(isinstance(p, Peer) for p in known_peers()) and Options().layout == "packed"
+    with pytest.raises(ValueError, match="neither a target nor a family"):
+        audit_peers(["varlan"])

@@ -1,11 +1,15 @@
 """Prefix isolation of any attention, proved by experiment.
 
-``flamia.audit(fn)`` audits a callable; ``from flamia.audit import audit_recipes`` audits this library's own
-presets. The module that you import is therefore also a function: Python looks up ``__call__`` on a module's
-*class*, so this module gives itself a class that has one. Rooms: ``contract`` (what is promised), ``probes`` (how
-inputs are disturbed), ``targets`` (how a callable is run), ``judge`` (what a difference means), ``diagnose`` (what
-the leak looks like), ``mass`` (sums), ``controls`` (known leaks), ``report`` and ``page`` (what is said about it),
-``recipes`` (our own presets), ``models`` (whole language models).
+``flamia.audit(fn)`` audits a callable. From ``flamia.audit`` come ``audit_model`` (a whole language model),
+``audit_peers`` (other people's attention with all its options; ``known_peers()`` lists them) and ``audit_recipes``
+(this library's own presets). The module that you import is therefore also a function: Python looks up ``__call__`` on a
+module's *class*, so this module gives itself a class that has one.
+
+Rooms: ``contract`` (what is promised), ``probes`` and ``efforts`` (how inputs are disturbed, and how many), ``targets``
+(how a callable is run), ``judge`` (what a difference means), ``diagnose`` (what the leak looks like), ``mass`` (sums),
+``controls`` (known leaks), ``report``, ``page`` and ``written`` (what is said about it), ``recipes`` (our own presets),
+``models`` (whole language models), ``peers`` (other people's attention) and ``peers_run`` (all of a machine's, in one
+command).
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from .controls import LEAKY, Control
 from .judge import Finding
 from .model_report import MODEL_CONTRACTS, ModelReport
 from .models import audit_model
+from .peer_modules import peers as known_peers
+from .peer_report import PeerAudit, audit_peers
+from .peers import Axes, Options, Peer
 from .recipes import RecipeAudit, audit_recipes
 from .report import Report
 
@@ -29,15 +36,21 @@ __all__ = [
     "DEFAULT_CLAIMS",
     "LEAKY",
     "MODEL_CONTRACTS",
+    "Axes",
     "Control",
     "Finding",
     "ModelReport",
+    "Options",
     "Packing",
+    "Peer",
+    "PeerAudit",
     "RecipeAudit",
     "Report",
     "audit_callable",
     "audit_model",
+    "audit_peers",
     "audit_recipes",
+    "known_peers",
 ]
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .contract import CONTRACTS, IMPLIES, TENSORS
-from .peers import UNSAID, Peer, PeerRow, audit_peer
+from .peers import UNSAID, Peer, PeerRow, audit_peer, choose
 from .report import EXIT, Report
 from .written import Written
 
@@ -224,7 +224,7 @@ def listing_table(peers: Sequence[Peer]) -> Any:
 
 
 def audit_peers(
-    peers: Sequence[Peer],
+    peers: Sequence[Peer | str],
     *,
     effort: str = "brief",
     seconds: float = 600.0,
@@ -233,10 +233,19 @@ def audit_peers(
     device: str = "cpu",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> PeerAudit:
-    """Sweep every peer's option sets; ``seconds`` bounds each peer. ``progress``: (sets done, sets in all, what next)."""
-    start = time.monotonic()
-    result = PeerAudit(list(peers))
-    for peer in peers:
+    """Sweep every peer's option sets. A peer is a ``Peer``, or a name, a family or "all" as on the command line, or
+    "module:function"; ``seconds`` bounds each. ``progress``: (sets done, sets in all, what next).
+    """
+    from . import peer_modules
+    from .loading import load_function
+
+    start, chosen = time.monotonic(), list[Peer]()
+    for item in peers:
+        known = peer_modules.peers() if isinstance(item, str) else []
+        load = lambda text: peer_modules.load(text, find=load_function)  # noqa: E731
+        chosen += choose([item], known, load) if isinstance(item, str) else [item]
+    result = PeerAudit(chosen)
+    for peer in chosen:
         found = peer.find()
         if isinstance(found, str):
             result.missing[peer.name] = found

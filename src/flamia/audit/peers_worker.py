@@ -140,14 +140,18 @@ class Worker:
         def fn(q: Any, k: Any, v: Any, *cu: Any) -> Any:
             return call(q, k, v, cu[0] if cu else None, options)
 
-        try:
-            target = Target(
-                fn, layout=options.layout, heads=FEW_HEADS, head_dim=item.head_dim, dtype=options.dtype,
-                device=self.device,
-            )  # fmt: skip
-            got = mass.measure(target, length, options.reach[0], self.seed)
-        except Exception as error:  # what a stranger's code may raise
-            got = mass.Mass(length, refused=own_words(error))
+        got = mass.Mass(length)
+        for backward in ("autograd", None):  # what has no gradients here may have an O
+            try:
+                target = Target(
+                    fn, layout=options.layout, backward=backward, heads=FEW_HEADS, head_dim=item.head_dim,
+                    dtype=options.dtype, device=self.device,
+                )  # fmt: skip
+                got = mass.measure(target, length, options.reach[0], self.seed)
+            except Exception as error:  # what a stranger's code may raise
+                got = mass.Mass(length, refused=own_words(error))
+            if got.refused is None or fatal(got.refused):
+                break
         self.write("mass", item=n, head_dim=item.head_dim, options=str(options), heads=list(FEW_HEADS),
                    seconds=round(time.time() - start, 2), **got.as_dict())  # fmt: skip
         return got.refused
