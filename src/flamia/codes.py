@@ -28,7 +28,7 @@ from torch import Tensor
 from flamia.formats import E2M1, E4M3, decode, decode_ue8m0, encode, encode_ue8m0, exp2_int, scale_exponent
 from flamia.quantize import GROUP, Quantized
 
-NAN = 0x7F
+NAN, CODE_OF_224 = 0x7F, 0x76
 TOKEN_LOCAL = ("token", "feature16")
 """Geometries whose scales read one token and no other: such a token can be encoded when it arrives."""
 
@@ -117,13 +117,20 @@ def encode_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decoded `e4m3:token` bytes in a 16-bit dtype: exact but at the top (see below), NaN throughout a marked token.
+    """16-bit numbers that encode to these `e4m3:token` bytes, codes and scale alike, NaN throughout a marked token.
 
-    Encoding them again gives the same values: the largest rounds to between 224 and 448 units, so its new scale is the
-    old one or, at 224 exactly, half of it, where every code doubles and stays representable. The exception is a token
-    whose largest element lies within 1/32 of the end of the 16-bit format and rounds up past it, to infinity.
+    They are the values of the codes, but for two places where those would be encoded in another way. The largest element
+    of a token may have rounded down to 224 units, whose own scale is half of the token's. Values would survive that, bits
+    not: a kernel adds the scale's exponent to a row's LSE, and another sum rounds in another way. Such elements read
+    232, the largest number that rounds to the same code (a tie, to even). And what rounded up past the end of the
+    16-bit format reads the largest number in place of infinity.
     """
-    return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(decode_ue8m0(scales)).to(dtype)
+    magnitude = codes & 0x7F
+    units = codes.view(torch.float8_e4m3fn).to(torch.float32)
+    below = (magnitude == CODE_OF_224) & (magnitude.amax(-1, keepdim=True) == CODE_OF_224)
+    units = torch.where(below, units.sign() * 232, units)
+    end = torch.finfo(dtype).max
+    return units.mul_(decode_ue8m0(scales)).clamp_(-end, end).to(dtype)
 
 
 def _values(codes: Tensor, name: str, dtype: torch.dtype = torch.float64) -> Tensor:

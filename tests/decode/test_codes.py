@@ -1,4 +1,4 @@
-"""Operands as bytes: nothing is lost on the way, and what 16 bits hold of them encodes to the same values again."""
+"""Operands as bytes: nothing is lost on the way, and what 16 bits hold of them encodes to the same bytes again."""
 
 import pytest
 import torch
@@ -60,40 +60,51 @@ def test_real_sizes():
         assert sum(part.numel() for part in packed) == 256 * 2 * bytes_per_token(cell, 64, 128)
 
 
-def reencoded(x, dtype):
-    """(decoded values of x, the values after encoding those again)."""
+def reencoded(x):
+    """The bytes of x decoded to 16 bits: (x encoded, those numbers, which of them are not the codes' own values). They must
+    encode to the same bytes."""
     first = encoded(x, "e4m3:token")
     codes, scales = pack(first, "e4m3:token", 128)
-    values = token_values(codes, scales, dtype)
-    return first, values, encoded(values, "e4m3:token")
+    values = token_values(codes, scales, x.dtype)
+    assert values.dtype == x.dtype
+    for got, want in zip(pack(encoded(values, "e4m3:token"), "e4m3:token", 128), (codes, scales), strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(encode_tokens(values), (codes, scales), strict=True):
+        assert torch.equal(got, want)
+    return first, values, values.double() != first.values
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_decoded_tokens_encode_to_themselves(dtype):
+def test_decoded_tokens_encode_to_the_same_bytes(dtype):
     for size in (1.0, 2.0**-20, 2.0**-120, 2.0**-133):
-        first, values, second = reencoded(rows(300, 64, size, dtype), dtype)
-        assert torch.equal(values.double(), first.values) and torch.equal(second.values, first.values)
+        first, values, other = reencoded(rows(300, 64, size, dtype))
+        assert (first.units.abs().amax(-1, keepdim=True).expand_as(other)[other] == 224).all()
+    assert other.dtype == torch.bool and values.isfinite().all()
 
 
-def test_decoded_tokens_encode_to_themselves_at_every_boundary():
-    """Every bfloat16 significand as the largest element, beside every E4M3 value as the other: 448 rounds down to 224 units,
-    where the scale halves, and small codes are subnormal."""
+def test_decoded_tokens_encode_to_the_same_bytes_at_every_boundary():
+    """Every bfloat16 significand as the largest element, beside every E4M3 value as the other: what rounds down to 224 units
+    keeps its scale, and small codes are subnormal."""
     largest = 1 + torch.arange(128, dtype=torch.float64) / 128
     other = decode(torch.arange(0x7F), E4M3, torch.float64)
     x = torch.stack(torch.broadcast_tensors(largest[:, None] * 256, other[None, :] * 0.7), -1).flatten(0, 1)[:, None]
-    halved = 0
     for exponent in (-133, -120, -9, 0, 110):
-        first, values, second = reencoded((x * 2.0**exponent).bfloat16(), torch.bfloat16)
-        assert torch.equal(values.double(), first.values) and torch.equal(second.values, first.values)
-        halved += int((second.exponent < first.exponent).sum())
-    assert halved  # the case is there
+        first, values, other = reencoded((x * 2.0**exponent).bfloat16())
+        assert torch.equal(other, (first.units.amax(-1, keepdim=True) == 224) & (first.units == 224))
+        assert other.any() == (exponent > -133)  # at the least scale nothing can halve
+        assert (values.double()[other] == (first.values / 224 * 232)[other]).all()
 
 
-def test_the_top_of_the_16_bit_format_is_the_exception():
-    _, values, _ = reencoded(torch.full((1, 1, 2), 3.38e38, dtype=torch.bfloat16), torch.bfloat16)
-    assert values.isinf().all()
-    first, values, _ = reencoded(torch.full((1, 1, 2), 3.2e38, dtype=torch.bfloat16), torch.bfloat16)
-    assert torch.equal(values.double(), first.values)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_decodes_to_the_same_bytes(dtype):
+    """Alone and beside a small one; subnormal numbers, and the end of the format, where a code may stand for infinity."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    for x in (every[:, None], torch.stack([every, every / 37], -1)):
+        _, values, _ = reencoded(x[:, None])
+        assert values.isfinite().all()
+    _, values, _ = reencoded(torch.full((1, 1, 2), torch.finfo(dtype).max, dtype=dtype))
+    assert (values == torch.finfo(dtype).max).all()
 
 
 def test_marks_survive_in_16_bits():

@@ -12,8 +12,8 @@ What crosses the wire, once in the forward and once in the backward, of document
     backward    K and V for dQ;  Q, dO, O and LSE for dK and dV
 
 Operands that every product reads as E4M3 codes with a scale per token travel as these: K and V in the forward of
-`mxfp8_scores`, V and dO in its backward. Decoded, they encode to themselves (codes.py). The others have 16 bits: dQ reads K
-and dK reads Q as they are. Other recipes' operands, whose scales cover several tokens, have 16 bits too.
+`mxfp8_scores`, V and dO in its backward. Decoded, they encode to the same codes and scales (codes.py). The others have 16
+bits: dQ reads K and dK reads Q as they are. Other recipes' operands, whose scales cover several tokens, have 16 bits too.
 
 Calls are made of what the operators know already. A piece of queries is a document whose queries are its last rows. A
 piece of keys start .. end is one whose right side is open as far as the queries reach behind it; its queries are padded to whole
@@ -199,29 +199,26 @@ class ContextParallel:
         self.most = max(counts)
         mine = self.plan.of_rank(self.rank)
         self.first = dict(zip(mine, itertools.accumulate((p.end - p.start for p in mine), initial=0)))  # local rows
-        rows = [self._span(self.starts[p.document] + p.start, p.end - p.start) for p in mine]
-        self.rows = torch.cat([*rows, self._span(0, 0)])
-        self.where = torch.full((sum(self.plan.lengths),), -1, dtype=torch.int64, device=self.device)
-        self.where[self.rows] = self._span(0, len(self.rows))
-        sent = [torch.full((p.end - p.start,), p.document in shared, device=self.device) for p in mine]
-        self.sent = torch.cat([*sent, self._span(0, 0).bool()]).nonzero()[:, 0]  # local rows that others need
+        rows = torch.cat([_span(0, 0), *(_span(self.starts[p.document] + p.start, p.end - p.start) for p in mine)])
+        self.where = torch.full((sum(self.plan.lengths),), -1, dtype=torch.int64)
+        self.where[rows] = _span(0, len(rows))
+        needed = [_span(self.first[p], p.end - p.start) for p in mine if p.document in shared]
+        self.sent = torch.cat([_span(0, 0), *needed]).to(self.device)  # local rows that others need
+        self.rows = rows.to(self.device)
         for rank in range(self.ranks):
             at = len(self.rows) + rank * self.most
             for piece in self.plan.of_rank(rank):
                 if piece.document in shared:
                     start, size = self.starts[piece.document] + piece.start, piece.end - piece.start
-                    self.where[start : start + size] = self._span(at, size)
+                    self.where[start : start + size] = _span(at, size)
                     at += size
         self.zero = len(self.rows) + (self.ranks * self.most if shared else 0)
-
-    def _span(self, start: int, count: int) -> Tensor:
-        return torch.arange(start, start + count, device=self.device)
 
     def _pool_rows(self, document: int, start: int, end: int) -> Tensor:
         """Positions of a document as rows of the pool; those behind its end are the row of zeros."""
         first, length = self.starts[document], self.plan.lengths[document]
         rows = self.where[first + start : first + min(end, length)]
-        return torch.cat([rows, torch.full((max(0, end - length),), self.zero, device=self.device)])
+        return torch.cat([rows, torch.full((max(0, end - length),), self.zero)])
 
     def _call(self, items: list[tuple[Piece, tuple[int, int], tuple[int, int]]], window: tuple[int, int]) -> Call:
         """items: a piece, its range of queries and its range of keys; results are the piece's own rows of keys."""
@@ -234,10 +231,10 @@ class ContextParallel:
         results, owned = [], []
         for (piece, _, span), at in zip(items, cu_k.tolist()):
             size = piece.end - piece.start
-            results.append(self._span(at + piece.start - span[0], size))
-            owned.append(self._span(self.first[piece], size))
-        none = self._span(0, 0)
-        joined = [torch.cat([*rows, none]) for rows in (queries, keys, results, owned)]
+            results.append(_span(at + piece.start - span[0], size))
+            owned.append(_span(self.first[piece], size))
+        none = _span(0, 0)
+        joined = [torch.cat([*rows, none]).to(self.device) for rows in (queries, keys, results, owned)]
         return Call(joined[0], joined[1], cu_q, cu_k, window, joined[2], joined[3])
 
     def _rows_call(self) -> Call:
@@ -279,6 +276,11 @@ class ContextParallel:
             parts.insert(1, self._gather(data[self.sent], self.most))
         widths = [field.nbytes for field in fields.values()]
         return dict(zip(fields, torch.cat(parts).split(widths, 1)))
+
+
+def _span(start: int, count: int) -> Tensor:
+    """Row numbers; on the host, where layouts are made."""
+    return torch.arange(start, start + count)
 
 
 class _Attention(torch.autograd.Function):
