@@ -13,6 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
 
 import flamia
+from flamia.codes import encode_tokens, token_values
 
 LENGTHS = (1000, 1, 300, 129, 513)
 
@@ -64,3 +65,14 @@ def test_other_recipes_need_the_reference():
     with pytest.raises(flamia.UnsupportedError, match="backend='reference'"):
         flamia.decode(q, k, v, cache)
     assert flamia.decode(q, k, v, cache, backend="reference").shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bytes_are_those_of_the_cpu(dtype):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    for x in (torch.stack([every, torch.ones_like(every)], -1), every[:, None]):
+        codes, scales = encode_tokens(x[:, None].cuda())
+        for got, want in zip((codes, scales), encode_tokens(x[:, None])):
+            assert torch.equal(got.cpu(), want)
+        got, want = token_values(codes, scales, dtype).cpu(), token_values(codes.cpu(), scales.cpu(), dtype)
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
