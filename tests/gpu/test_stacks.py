@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flamia
+from flamia import hopper, ops
 
 pytestmark = pytest.mark.gpu
 WIDTH, DIM = 128, 64
@@ -127,13 +128,14 @@ def test_attention_has_the_same_bits_in_every_compiled_size():
 def test_reduce_overhead():
     """mode="reduce-overhead": torch records CUDA graphs of the forward and the backward and replays them."""
     layer = Layer()
-    compiled, graphed = (torch.compile(layer, fullgraph=True, mode=mode) for mode in ("default", "reduce-overhead"))
     calls = [(rows(900, seed), packing(900, 7, seed)) for seed in range(12)]
-    expected = [step(layer, x, cu, compiled) for x, cu in calls]
-    torch._dynamo.reset()
-    for (x, cu), want in zip(calls, expected, strict=True):
+    graphed = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    stale = step(layer, calls[0][0], calls[1][1])
+    for x, cu in calls:
         torch.compiler.cudagraph_mark_step_begin()
-        assert same(step(layer, x, cu, graphed), want)
+        got, want = step(layer, x, cu, graphed), step(layer, x, cu)
+        assert all(error(a, b.double()) < 0.01 for a, b in zip(got, want, strict=True))
+    assert error(stale[0] - calls[0][0], (step(layer, *calls[0])[0] - calls[0][0]).double()) > 0.1  # it would be seen
     manager = torch._inductor.cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     assert manager is not None and manager.roots and counters["inductor"]["cudagraph_skips"] == 0
 
@@ -147,15 +149,18 @@ def test_a_graph_of_a_whole_training_step():
 
     def train(layer, optimizer, x, cu):
         optimizer.zero_grad(set_to_none=True)
-        loss = layer(x, cu).float().square().mean()
+        loss = (layer(x, cu) - x).float().square().mean()
         loss.backward()
         optimizer.step()
         return loss
 
     calls = [(rows(900, seed), packing(900, 7, seed)) for seed in range(53)]
     layer, optimizer = build()
-    eager = [train(layer, optimizer, x, cu).detach().clone() for x, cu in calls]
+    eager = [train(layer, optimizer, x, cu).item() for x, cu in calls]
     weights = [p.detach().clone() for p in layer.parameters()]
+
+    layer, optimizer = build()
+    stale = [train(layer, optimizer, x, calls[2][1]).item() for x, _ in calls]
 
     layer, optimizer = build()
     x, cu = (z.clone() for z in calls[0])
@@ -178,7 +183,9 @@ def test_a_graph_of_a_whole_training_step():
             cu.copy_(new_cu)
             graph.replay()
             losses.append(loss.detach().clone())
-    assert same(losses, eager) and same(list(layer.parameters()), weights)
+    for loss, right, wrong in zip(torch.stack(losses).tolist()[3:], eager[3:], stale[3:], strict=True):
+        assert abs(loss - right) < 1e-3 * right and abs(loss - wrong) > 1e-3 * right
+    assert all(error(p, w.double()) < 1e-3 for p, w in zip(layer.parameters(), weights, strict=True))
 
 
 @pytest.mark.parametrize("form", ["reentrant", "plain", "selective"])
@@ -188,8 +195,9 @@ def test_checkpointing(form, compiled, monkeypatch):
     if compiled and form == "reentrant":
         pytest.skip("torch.compile takes use_reentrant=False")
     calls = []
-    forward = flamia.hopper.forward_saving
-    monkeypatch.setattr(flamia.hopper, "forward_saving", lambda *args: calls.append(1) or forward(*args))
+    for name in ("forward", "forward_saving"):  # without a gradient there is nothing to save
+        function = getattr(hopper, name)
+        monkeypatch.setattr(hopper, name, lambda *args, run=function: calls.append(1) or run(*args))
     layer, x, cu = Layer(), rows(900, 0), packing(900, 7, 0)
 
     def call(x, cu):
@@ -211,12 +219,12 @@ def test_checkpointing(form, compiled, monkeypatch):
 @pytest.mark.parametrize("operator", ["forward", "backward"])
 def test_opcheck(operator):
     """Schema, fakes and autograd registration with what the kernels really return: `saved` has a size then."""
-    ops = flamia.ops
     q, k, v = (torch.randn(300, h, DIM, dtype=torch.bfloat16, device="cuda").requires_grad_() for h in (4, 2, 2))
     cu = offsets([100, 0, 150])
     options = (-1, 0, 0.125, "mxfp8_scores/strict", "hopper", "clamped")
-    if operator == "forward":
-        torch.library.opcheck(ops.attention_forward, (q, k, v, cu, cu, *options, -1, -1, True))
+    if operator == "forward":  # without the comparison of results: nobody writes, or reads, the padding in `saved`
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(ops.attention_forward, (q, k, v, cu, cu, *options, -1, -1, True), test_utils=checks)
         return
     q, k, v = (x.detach() for x in (q, k, v))
     o, lse, residual, saved = ops.attention_forward(q, k, v, cu, cu, *options, -1, -1, True)
