@@ -316,7 +316,7 @@ def test_one_graph_for_all_packings(kind, most, fresh_compiler):
     assert counter.frame_count == 1
     if most is not None:
         with pytest.raises(RuntimeError, match="max_documents=8"):
-            compiled(input_ids=ids, use_cache=False, position_ids=positions(*[10] * 8, 70))
+            compiled(input_ids=ids, labels=ids, use_cache=False, position_ids=positions(*[10] * 8, 70))
         assert counter.frame_count == 1
 
 
