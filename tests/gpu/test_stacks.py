@@ -216,15 +216,28 @@ def test_checkpointing(form, compiled, monkeypatch):
         assert same(got, plain)
 
 
+@contextmanager
+def filled():
+    """Fresh memory holds NaN or the largest integer here, so bytes that nobody writes compare equal."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert (torch.empty(1000, device="cuda", dtype=torch.uint8) == 255).all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("operator", ["forward", "backward"])
 def test_opcheck(operator):
-    """Schema, fakes and autograd registration with what the kernels really return: `saved` has a size then."""
+    """Schema, fakes and autograd registration with what the kernels really return: `saved` has a size then, and every byte of
+    it that is written is compared. The lists of work in there have one order only where no two blocks have as many steps,
+    so all documents but one are empty."""
     q, k, v = (torch.randn(300, h, DIM, dtype=torch.bfloat16, device="cuda").requires_grad_() for h in (4, 2, 2))
-    cu = offsets([100, 0, 150])
+    cu = offsets([0, 270, 0])
     options = (-1, 0, 0.125, "mxfp8_scores/strict", "hopper", "clamped")
-    if operator == "forward":  # without the comparison of results: nobody writes, or reads, the padding in `saved`
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(ops.attention_forward, (q, k, v, cu, cu, *options, -1, -1, True), test_utils=checks)
+    if operator == "forward":
+        with filled():
+            torch.library.opcheck(ops.attention_forward, (q, k, v, cu, cu, *options, -1, -1, True))
         return
     q, k, v = (x.detach() for x in (q, k, v))
     o, lse, residual, saved = ops.attention_forward(q, k, v, cu, cu, *options, -1, -1, True)
