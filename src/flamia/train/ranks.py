@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from flamia.integrations.parallel_plan import Piece, deal, visible
 from flamia.train.data import IGNORED, Batch
@@ -150,7 +151,7 @@ def started(device: str | None) -> Iterator[tuple[Ranks, str | None]]:
     if cards:
         device = f"cuda:{int(os.environ['LOCAL_RANK'])}"
         torch.cuda.set_device(device)
-    store, rank, count = next(dist.rendezvous("env://"))
+    store, rank, count = next(rendezvous("env://"))
     # torchrun's store outlives a restart, and so would the addresses of ranks that are gone
     store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group("nccl" if cards else "gloo", store=store, rank=rank, world_size=count)
