@@ -1,1 +1,1 @@
-"""At home in training stacks: each module here needs the library that it is named after, and is imported by name only."""
+"""At home in training stacks. A module named after a library needs that library; none is imported unless it is named."""
