@@ -53,7 +53,9 @@ def audit(
     list_targets: Annotated[
         bool, typer.Option("--list-targets", help="What --target knows, and what is here.")
     ] = False,
-    seconds: Annotated[float, typer.Option(min=0, help="Time for each --target, or for a module:function.")] = 600.0,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Time for each --target, for a module:function or a --model.")
+    ] = 600.0,
     model: Annotated[
         str | None, typer.Option(help="module:factory that builds a causal language model, tokens -> logits.")
     ] = None,
@@ -106,10 +108,11 @@ def audit(
             )  # fmt: skip
     elif model is not None:
         built = load_function(model)()
-        report = audit_model(
-            built.to(device) if hasattr(built, "to") else built, claims=claim or None, effort=chosen or "quick",
-            seed=seed, device=device, name=model,
-        )  # fmt: skip
+        with Progress() as progress:
+            report = audit_model(
+                built.to(device) if hasattr(built, "to") else built, claims=claim or None, effort=chosen or "quick",
+                seed=seed, device=device, name=model, seconds=seconds, progress=progress.lane("audit").update,
+            )  # fmt: skip
     elif target is not None:
         import torch
 

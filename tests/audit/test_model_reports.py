@@ -155,3 +155,14 @@ def test_the_page_of_a_model_stands_alone(tmp_path):
     page = sound.to_html()
     assert page.count("data:image/png;base64,") == 1 and "Modules" not in page and 'class="clean"' in page
     assert "kept everything" in sound.paragraph and "2 were seen" in sound.paragraph
+
+
+def test_progress_is_told_and_time_ends_an_audit_of_a_model():
+    told = []
+    whole = audit_model(Small(None, None), progress=lambda *x: told.append(x), seconds=1000, **BRIEF)
+    done, totals, notes = zip(*told)
+    assert whole.verdict == "clean" and done == tuple(range(len(told))) and set(totals) == {len(told) - 1}
+    assert "from position" in notes[0]
+    late = audit_model(Small(None, None), seconds=0, **BRIEF)
+    assert late.verdict == "undecided" and late.status("truncate") == "untried"
+    assert any(f"out of time: {len(told) - 1} of {len(told) - 1} probes" in reason for reason in late.reasons)

@@ -268,7 +268,9 @@ def test_peers_go_by_name_as_on_the_command_line(tmp_path, monkeypatch):
     assert isinstance(found, PeerAudit)
     assert [p.name for p in found.peers] == ["sdpa:overrideable", "toy", "somebodys_attention:forward", "flash:4"]
     assert {r.verdict for r in found.of("toy") + found.of("somebodys_attention:forward")} == {"clean"}
-    assert {r.verdict for r in found.of("sdpa:overrideable")} == {"refused"} and "flash_attn" in found.missing["flash:4"]
+    assert {r.verdict for r in found.of("sdpa:overrideable")} == {"refused"} and "flash_attn" in found.missing[
+        "flash:4"
+    ]
     assert all(isinstance(p, Peer) for p in known_peers()) and Options().layout == "packed"
     with pytest.raises(ValueError, match="neither a target nor a family"):
         audit_peers(["varlan"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .model_judge import EFFORTS, ModelJudge
+from .model_judge import EFFORTS, ModelJudge, Probe
 from .model_locate import Location, locate
 from .model_report import MODEL_CONTRACTS, SERVED, ModelReport
 from .model_target import ModelTarget
@@ -44,6 +44,8 @@ def audit_model(
     mode: str = "eval",
     explain: bool = True,
     name: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+    seconds: float | None = None,
 ) -> ModelReport:
     """Audit a causal language model: the future, the batch, and what it serves.
 
@@ -60,6 +62,8 @@ def audit_model(
             about, and never "clean".
         mode: "eval" audits with dropout off and restores every module; "as_is" leaves them alone.
         explain: look for the module in which a leak enters.
+        progress: is told (probes done, in all, what comes next).
+        seconds: after them no further probe is begun, and the verdict is never "clean" then.
 
     Returns a ``ModelReport``; its ``exit_code`` is 0 for clean, 1 for leak and skew, 2 for undecided. Raises
     ``ValueError`` for arguments that make no sense, and when the model takes none of the lengths tried.
@@ -83,11 +87,11 @@ def audit_model(
         for _ in range(2):
             judge.repeat("the same call again")
         judge.measure_rounding()
-        for probe in judge.probes_for(inner):
-            judge.run(probe)
-        judge.shapes()
-        if target.step is not None:
-            judge.serve()
+        late = _run(judge, list(judge.probes_for(inner)), progress, None if seconds is None else start + seconds)
+        if late is None:
+            judge.shapes()
+            if target.step is not None:
+                judge.serve()
         judge.repeat("the same call after others")
         judge.settle()
         controls = judge.controls(inner)
@@ -119,9 +123,24 @@ def audit_model(
         **vars(place),
     )
     report.blind_spots = _blind_spots(judge, report)
-    report.doubts = _doubts(judge, report)
+    report.doubts = _doubts(judge, report) + ([late] if late else [])
     report.calls, report.seconds = target.calls, time.perf_counter() - start
     return report
+
+
+def _run(
+    judge: ModelJudge, probes: list[Probe], progress: Callable[[int, int, str], None] | None, deadline: float | None
+) -> str | None:
+    """Every probe, until the time is over; then how many were left."""
+    for n, probe in enumerate(probes):
+        if deadline is not None and time.perf_counter() > deadline:
+            return f"out of time: {len(probes) - n} of {len(probes)} probes, other shapes and serving were not run"
+        if progress:
+            progress(n, len(probes), probe.text)
+        judge.run(probe)
+    if progress:
+        progress(len(probes), len(probes), "other shapes, serving, controls")
+    return None
 
 
 def accepted(target: ModelTarget, length: int | None, effort: str, seed: int) -> ModelJudge:

@@ -244,12 +244,13 @@ def rich_report(report: Report) -> Group:
 
     colour = {"clean": "green", "leak": "red", "undecided": "yellow", "untried": "dim"}
     table = Table(box=None, pad_edge=False)
-    for column in ("contract", "status", *TENSORS, "worst"):
+    tensors = [t for t in TENSORS if any(tensor == t for _, tensor, _ in report.tried)]
+    for column in ("contract", "status", *tensors, "worst"):
         table.add_column(column, overflow="fold")
     cells = report.cells()
     for contract, status in report.statuses.items():
         row = []
-        for tensor in TENSORS:
+        for tensor in tensors:
             mine = [c for c in cells if c["contract"] == contract and c["tensor"] == tensor]
             moved = "".join(f"{c['operand']} " for c in mine if c["moved"] and c["operand"] in (*OPERANDS, "layout"))
             row.append(
