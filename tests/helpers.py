@@ -79,3 +79,30 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     nan = x.isnan()
     return bool(torch.equal(nan, y.isnan()) and torch.equal(x.view(integer)[~nan], y.view(integer)[~nan]))
+
+
+GROWTHS = (2.0, 5.875, 6.0, 6.125, 30.0, 300.0)
+"""Powers of two by which scores climb over the key blocks of `growing`: below, at and above where a reference moves."""
+
+
+def growing(length: int, growth: float, peak: str, dim: int = 32, seed: int = 0) -> tuple[Tensor, ...]:
+    """q, k, v, dO of one document with heads (2, 1), for a softmax scale of ln 2: scores climb by `growth` powers of two to
+    the first, a middle or the last block of 128 keys ("first", "middle", "last") and fall behind it; for the second head by
+    half. Within a block they vary by less than two, and reach the block's largest in its sixth key.
+
+    The codes of what makes scores add up exactly in the few bits of an 8-bit accumulator, so that it makes no difference who
+    adds them. They are three features, small in K: what K's tokens have in common meets the error of D in dQ. The other
+    features are random, in K or in Q, and zero in the other.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    key = torch.arange(length)
+    block, last = key // 128, (length - 1) // 128
+    top = {"first": 0, "middle": last // 2, "last": last}[peak]
+    climb = torch.where(block <= top, block / max(top, 1) + (top == 0), (last - block) / max(last - top, 1))
+    high = (growth * climb).to(torch.float8_e4m3fn).float()
+    within = torch.randint(0, 16, (length,), generator=generator) * (key % 128 != 5) / 8
+    q, k, v, do = (torch.randn(length, h, dim, generator=generator) for h in (2, 1, 1, 2))
+    q[..., : dim // 2], k[..., dim // 2 :] = 0, 0
+    q[:, 0, :3], q[:, 1, :3] = 64, 32
+    k[:, 0, :3] = torch.stack([high, growth * climb - high, -within], -1) / 64
+    return q.bfloat16(), k.bfloat16(), (v + 0.5).bfloat16(), do.bfloat16()

@@ -77,6 +77,33 @@ def test_attention_sinks():
             assert e < 1.05 * (f + g), (strength, name, e, f, g)
 
 
+@pytest.mark.parametrize("at", [300, 450])
+def test_a_sink_in_a_middle_block(at):
+    """One key takes 0.999 of every row that sees it, and the rows before it are Gaussian. dQ is no farther off than that of
+    16-bit flash attention on the same input and what 8 bits cost were the same rows Gaussian too, together: over all rows,
+    and over those of the sink, whose dQ is nearly nothing. P = 1 exactly keeps it there, since O is then V of that key, in
+    E4M3; a P that is rounded would take it farther (tests/reference/test_lag.py)."""
+    t, d = 1024, 128
+    generator = torch.Generator("cuda").manual_seed(at)
+    q, k, v, do = (torch.randn(t, 1, d, device="cuda", generator=generator).bfloat16() for _ in range(4))
+    sign = torch.randn(d, device="cuda", generator=generator).sign()
+
+    def errors():
+        """How far off ours and flash attention's are, of all rows and of those that see the key; its least weight there."""
+        exact = oracle.attention(q, k, v, do, [(0, t, 0, t)], None, 0, d**-0.5, rounding=False)
+        weight = (q[at:, 0].double() @ k[at, 0].double() * d**-0.5 - exact[1][0, at:]).exp().min().item()
+        mine, theirs = run(q, k, v, do, None, causal(t))[2], flash(q, k, v, do)[0]
+        return *([(x[n:] - exact[2][n:]).norm().item() for n in (0, at)] for x in (mine, theirs)), weight
+
+    gaussian, _, _ = errors()
+    k[at], q[at:] = 3 * sign, (q[at:].float() + 0.85 * sign).bfloat16()
+    own, sixteen, weight = errors()
+    print(at, weight, [f"{e:.3f}" for e in (*own, *sixteen, *gaussian)])
+    assert weight > 0.999
+    for e, f, g in zip(own, sixteen, gaussian):
+        assert e < 1.05 * (f + g)
+
+
 @pytest.mark.slow
 def test_offsets_beyond_32_bits():
     """140,000 tokens of 128 heads of 128: more than 2^31 elements in every tensor, and in Q's stride from head to head too.
