@@ -1,7 +1,9 @@
 """Kernels are compiled before the first test, in as many processes as there are configurations: one after another, as the
-tests would come to them, it takes most of a run. Also lets the tests here import their neighbours, whichever way pytest
-was started."""
+tests would come to them, it takes most of a run. What is slow to import is imported meanwhile. Also lets the tests here
+import their neighbours, whichever way pytest was started."""
 
+import contextlib
+import importlib
 import os
 import pathlib
 import subprocess
@@ -11,6 +13,7 @@ import time
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
 WORTH_IT = 10  # tests: a few of them compile what they need themselves
+SLOW_IMPORTS = ("torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "matplotlib.pyplot")
 
 
 def pytest_collection_finish(session):
@@ -25,6 +28,9 @@ def pytest_collection_finish(session):
         subprocess.Popen([sys.executable, str(HERE / "warm.py"), *map(str, job)], env=environment)
         for job in warm.CONFIGURATIONS
     ]
+    for name in SLOW_IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for job in jobs:  # one that fails is left to the tests, which fail for the same reason
         try:
             job.wait(timeout=max(1.0, 150 - (time.monotonic() - started)))
