@@ -11,6 +11,53 @@ from flamia.audit.efforts import EFFORTS, control_settings, settings_for
 SMALL = {"lengths": (13, 75, 0, 1, 21), "heads": (2, 1), "head_dim": 16}
 
 
+# (channel, smallest change that shows it) of every control.
+ONE_ULP, DOUBLED = "times 1.00781", "times 2"
+CHANNEL_OF = {
+    "V scale per 32 tokens": ("scale", DOUBLED),
+    "K scale per 32 tokens": ("scale", "times"),
+    "Q scale per 32 tokens": ("scale", "times"),
+    "V scale per 32 addresses": ("scale", DOUBLED),
+    "one scale per tensor": ("scale", DOUBLED),
+    "K mixed with 64-token means": ("statistic", ONE_ULP),
+    "V mixed with 16-token means": ("statistic", ONE_ULP),
+    "circular filter on K": ("statistic", ONE_ULP),
+    "K centred over all documents": ("statistic", ONE_ULP),
+    "causal mask lost": ("mask", ONE_ULP),
+    "packing lost": ("other document", None),
+    "dQ: U scale per 32 x 32 square": ("scale", DOUBLED),
+    "dQ: dO scale per 32 tokens": ("scale", DOUBLED),
+    "dQ: float16 boost over the call": ("scale", "times 1.125"),
+    "temperature follows the length": ("length", None),
+}
+
+
+@pytest.mark.parametrize("control", LEAKY, ids=lambda c: c.name)
+def test_the_channel_is_named_and_the_smallest_change(control):
+    diagnosis = audit_callable(control.fn, effort="brief", **SMALL).diagnosis
+    channel, smallest = CHANNEL_OF[control.name]
+    assert diagnosis.channel == channel
+    assert diagnosis.smallest is None if smallest is None else f" {smallest}" in diagnosis.smallest
+    if smallest:
+        assert any(s.startswith("the smallest change") and diagnosis.smallest in s for s in diagnosis.sentences)
+        assert any(s.startswith(f"channel: {channel} (") for s in diagnosis.sentences)
+
+
+def test_a_smaller_change_is_not_claimed_where_none_shows_it():
+    """This scale moves nothing for a change of one unit in the last place, and does when doubled."""
+    fn = next(c for c in LEAKY if c.name == "V scale per 32 tokens").fn
+    q, k, v = (
+        torch.randn(75, h, 16, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3)) for h in (2, 1, 1)
+    )
+    v[:11] *= 2.0**-12
+    cu, moved = torch.tensor([0, 75], dtype=torch.int32), []
+    for factor in (1 + 2.0**-7, 4.0):
+        changed = v.clone()
+        changed[11:] *= factor
+        moved.append(not torch.equal(fn(q, k, v, cu)[:11], fn(q, k, changed, cu)[:11]))
+    assert moved == [False, True]
+
+
 @pytest.mark.parametrize("control", LEAKY, ids=lambda c: c.name)
 def test_each_leak_is_caught_and_explained(control):
     report = audit_callable(control.fn, effort="quick", cuts=(7, 21, 45), **SMALL)

@@ -41,6 +41,8 @@ def test_json_says_all_of_it(leak, tmp_path):
         f["first"] for f in got["findings"] if f["contract"] == "prefix" and f["tensor"] == "O" and f["cut"] == 7
     } == {0}
     assert got["diagnosis"]["group"] == 32 and got["diagnosis"]["carriers"]["O"] == ["v"]
+    assert got["diagnosis"]["channel"] == "scale" and got["diagnosis"]["smallest"].startswith("v times ")
+    assert {"units", "scene"} <= got["findings"][0].keys() and "positions" not in got["findings"][0]
     assert len(got["controls"]) == len(LEAKY) + 1 and all(c["caught"] for c in got["controls"])
     assert got["blind_spots"]
 

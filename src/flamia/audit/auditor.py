@@ -20,7 +20,7 @@ from .contract import CONTRACTS, DEFAULT_CLAIMS, IMPLIES, resolve_claims, sides
 from .diagnose import diagnose
 from .efforts import CONTROL_DIM, CONTROL_HEADS, MASS_LENGTHS, control_settings, settings_for
 from .judge import Judge
-from .probes import NONFINITE, Book, Experiment, Made, Settings, blunt_groups, experiments, planned
+from .probes import NONFINITE, Book, Experiment, Made, Settings, blunt_groups, planned
 from .report import ControlResult, Report
 from .targets import Refused, Target
 
@@ -61,7 +61,7 @@ def accepted(target: Target, settings: Settings, may_change: bool) -> tuple[Sett
 def run_controls(settings: Settings) -> tuple[ControlResult, ...]:
     """Every control under these probes; cached for the process, since the answer depends on the probes alone."""
     book = Book(settings, CONTROL_HEADS, CONTROL_DIM)
-    asked = [e for e in experiments(book) if e.disturbance not in NONFINITE]
+    asked = [e for e in (made() for made in planned(book)) if e.disturbance not in NONFINITE]
     return tuple(_run_control(control, book, asked) for control in (*controls.LEAKY, controls.EXACT))
 
 

@@ -1,10 +1,12 @@
 """What a leak looks like from outside: who carries it, how far it reaches, and what its groups are.
 
-The judge says *that* earlier rows moved. Three more questions can be put to a callable whose inside nobody knows.
+The judge says *that* earlier rows moved. Four more questions can be put to a callable whose inside nobody knows.
 
 * *Which operand?* Experiments that disturb one operand alone name the carriers of each tensor.
 * *Values or magnitudes?* Negating the later tokens keeps every amax. Rows that move under a spike and not under a
   negation read a scale; rows that move under both read values (a mean, a filter, a lost mask).
+* *How little shows it?* The same tokens times 1 + 2^-7, 2, 4 ... 2^20: a mask that lets something through shows at the
+  first, a power-of-two scale not before its exponent moves.
 * *Which groups?* Disturbing one token j at a time gives a map: the earlier rows that it moves. Members of one
   group move together, so the first moved row is the group's first, and the group size whose starts fit best is the
   group. The watched document starts at an unaligned offset, so groups counted by document
@@ -42,6 +44,16 @@ class Map:
         return [i for i in self.columns[j] if i < j]
 
 
+CHANNELS = {
+    "scale": "magnitudes cross: something is rounded under a scale that other tokens share",
+    "statistic": "values cross, of one operand: a mean, a filter, an order or a choice over tokens",
+    "mask": "keys and values cross: rows attend to what they must not see",
+    "other document": "documents read one another",
+    "length": "no contents cross: a length, padding or the place in the buffer decides bits",
+}
+FACTORS = (1 + 2.0**-7, 1.125, 2.0, 4.0, 16.0, 64.0, 2.0**12, 2.0**20)
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """Facts in words, and the map that they were read from."""
@@ -52,6 +64,8 @@ class Diagnosis:
     alignment: str | None = None  # "document", "address" or None
     reach: str | None = None  # "group", "document", "call", "lookahead"
     map: Map | None = None
+    channel: str | None = None  # one of CHANNELS
+    smallest: str | None = None  # the smallest disturbance of those tried that shows it
 
 
 def carriers(findings: list[Finding], contracts: frozenset[str]) -> dict[str, list[str]]:
@@ -147,6 +161,7 @@ def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
     if not content or not judge.stable:
         if outside:
             said.append("documents read one another: " + _sizes(outside))
+            return Diagnosis(carry, said, reach="call", channel="other document")
         elif inside and not content:
             f = max(inside, key=lambda f: f.largest)
             said.append(f"position {f.first} reads what comes after it, seen from a cut at {f.cut} in " + _where(f))
@@ -156,14 +171,26 @@ def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
             said.append(
                 "no content crosses at equal lengths; the length or the place in the buffer itself decides bits"
             )
-        return Diagnosis(carry, said, reach="call" if outside else None)
+            return Diagnosis(carry, said, channel="length")
+        return Diagnosis(carry, said)
     # The lead: a single operand if one leaks alone, then the experiment that moved the most rows.
     lead = max(
         content,
-        key=lambda f: (f.contract == "prefix", f.operand != "all", f.disturbance in ("spike", "one", "redraw"), f.rows),
+        key=lambda f: (
+            f.contract == "prefix",
+            f.operand != "all",
+            f.operand in ("v", "do"),  # what follows is linear in them, so that negating them keeps every amax of it
+            f.disturbance in ("spike", "one", "redraw"),
+            f.rows,
+        ),
     )
     m = dependency_map(judge, lead, positions_for(judge.book.settings.lengths[lead.document], dense))
-    said.append(_negation(judge, lead))
+    values = _moves(judge, lead, "negate")
+    if values is not None:
+        said.append(VALUES if values else MAGNITUDES)
+    smallest = _smallest(judge, lead)
+    if smallest:
+        said.append(f"the smallest change of those tokens that shows it, of those tried: {smallest}")
     reach, group, alignment, more = read_groups(m) if m else (None, None, None, False)
     if reach == "group":
         said.append(
@@ -179,9 +206,19 @@ def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
         )
     elif reach == "call":
         said.append("one token moves rows from the first on, in other documents too: shared by the whole call")
-    said += _behind(m, judge.book.settings.left)
+    behind = _behind(m, judge.book.settings.left)
+    said += behind
     said.append("it crosses documents" if outside else "it stays inside the document")
-    return Diagnosis(carry, [x for x in said if x], group, alignment, reach, m)
+    channel = None
+    if values is False:
+        channel = "scale"
+    elif behind or reach == "lookahead" or {"k", "v"} <= set(carry.get("O", ())):
+        channel = "mask"
+    elif lead.operand != "all":
+        channel = "statistic"
+    if channel:
+        said.append(f"channel: {channel} ({CHANNELS[channel]})")
+    return Diagnosis(carry, said, group, alignment, reach, m, channel, smallest)
 
 
 def _behind(m: Map | None, left: int | None) -> list[str]:
@@ -201,22 +238,31 @@ def _sizes(found: list[Finding]) -> str:
     return f"{worst.tensor} of document {worst.where} moves with document {worst.document}, in {worst.rows} rows"
 
 
-def _negation(judge: Judge, lead: Finding) -> str:
-    """Does negating the tokens, which keeps every amax, move what the lead moved?"""
+VALUES = "negating the tokens, which keeps every amax, moves rows too: values cross, not only magnitudes"
+MAGNITUDES = "negating the tokens moves nothing: what crosses is a magnitude, as a shared scale does"
+
+
+def _moves(judge: Judge, lead: Finding, how: str) -> bool | None:
+    """Does another disturbance of the same tokens move what the lead moved? None: nobody can tell."""
     if lead.cut is None or lead.operand == "layout":
-        return ""
+        return None
     stop = None if lead.contract == "prefix" else lead.cut + 3
-    e = judge.book.change(lead.tone, lead.operand, "negate", lead.document, lead.cut, stop)
+    e = judge.book.change(lead.tone, lead.operand, how, lead.document, lead.cut, stop)
     try:
         base, changed = judge.base(e.base), judge.target.run(e.changed)
     except Refused:
-        return ""
-    for check in e.checks:
-        if check.contract == lead.contract and check.tensor == lead.tensor:
-            if bool(differs(base[check.tensor][check.rows], changed[check.tensor][check.into]).any()):
-                return "negating the tokens, which keeps every amax, moves rows too: values cross, not only magnitudes"
-            return "negating the tokens moves nothing: what crosses is a magnitude, as a shared scale does"
-    return ""
+        return None
+    checks = [c for c in e.checks if (c.contract, c.tensor) == (lead.contract, lead.tensor)]
+    if not checks:
+        return None
+    return any(bool(differs(base[c.tensor][c.rows], changed[c.tensor][c.into]).any()) for c in checks)
+
+
+def _smallest(judge: Judge, lead: Finding) -> str | None:
+    for factor in FACTORS:
+        if _moves(judge, lead, f"times {factor:g}"):
+            return f"{lead.operand} times {factor:g} from position {lead.cut}"
+    return None if lead.cut is None else f"none of its multiples up to 2^20, but {lead.disturbance} of {lead.operand}"
 
 
 def heat(m: Map) -> torch.Tensor:

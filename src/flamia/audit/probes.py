@@ -177,6 +177,8 @@ def disturb(base: Inputs, fresh: Inputs, tone: str, operands: tuple[str, ...], w
             x = -x
         elif how in ("nan", "inf"):
             x = torch.full_like(x, float(how))
+        elif how.startswith("times "):
+            x = (x * float(how.removeprefix("times "))).clamp(-room, room)
         elif how == "2^126":
             x = torch.full_like(x, room)
         else:
@@ -304,10 +306,6 @@ def planned(book: Book) -> list[Made]:
     # Non-finite values last, because one may stay behind in a callable that keeps state.
     parts = (_suffixes, _steps, _elsewhere, _shapes, _nonfinite)
     return [made for part in parts for made in part(book)]
-
-
-def experiments(book: Book) -> Iterator[Experiment]:
-    return (made() for made in planned(book))
 
 
 def _suffixes(book: Book) -> Iterator[Made]:

@@ -15,7 +15,7 @@ JSON schema (``to_json``), version 1::
     findings [{contract, tensor, operand, disturbance, tone, document, cut, where, first, rows, owed, largest, overall,
                kind, units, scene}]
         units: the largest change in what another order of summation moves; scene: other documents than the audit's own
-    diagnosis {carriers {tensor: [operand]}, sentences, group, alignment, reach} or null
+    diagnosis {carriers {tensor: [operand]}, sentences, group, alignment, reach, channel, smallest} or null
     mass [{length, o_bias, o_worst, dv_bias, dq_equal, dq_common, tail, refused}]
     controls [{name, caught, missed [[contract, tensor, operand]], group}]
     blind_spots [text]; notes [text]; calls; seconds
@@ -195,6 +195,8 @@ class Report(Written):
                 "group": d.group,
                 "alignment": d.alignment,
                 "reach": d.reach,
+                "channel": d.channel,
+                "smallest": d.smallest,
             },
             "mass": [m.as_dict() for m in self.masses],
             "controls": [asdict(c) for c in self.controls],
