@@ -1,8 +1,5 @@
-"""Decoding on a card: the kernels read decoded codes, which encode to themselves, so the bits are those of the whole call.
-
-The bound is zero: a decoded value is the value that the kernel reads in the whole call, and scales of two that a new
-encoding may exchange between a code and its factor leave every product and sum as it is.
-"""
+"""Decoding on a card: the kernels read 16-bit numbers that encode to the cache's own codes and scales (codes.py), so the bits are
+those of the whole call and the bound is zero."""
 
 import itertools
 
