@@ -26,6 +26,17 @@ def item(t, blocks, heads, width):
 
 
 @gluon.jit
+def fetch(ITEMS, t, blocks, heads, width):
+    """Item t: its head, and the first ten words of its record."""
+    rank, h = item(t, blocks, heads, width)
+    r = ITEMS + rank * 16
+    return (
+        h, gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), gl.load(r + 4), gl.load(r + 5), gl.load(r + 6),
+        gl.load(r + 7), gl.load(r + 8), gl.load(r + 9),
+    )  # fmt: skip
+
+
+@gluon.jit
 def announce(slots, k: gl.constexpr, value):
     """Leave a number for the consumers (one warp)."""
     slots.index(k).store(gl.full([1], value, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))

@@ -14,7 +14,7 @@ serialise all of them; a step's U crosses it instead, as the operand of a produc
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, SLOTS, announce, announced, item, operand
+from .common import SLOT_LAYOUT, SLOTS, announce, announced, fetch, operand
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
@@ -29,17 +29,8 @@ def dkv_producer(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clea
     tile = 0
     t = gl.atomic_add(COUNTS + 8, 1)
     while t < total:
-        rank, hk = item(t, blocks, heads, width)
-        record = ITEMS + rank * 16
-        row = hk * k_pad + gl.load(record + 2)
-        pad = gl.load(record + 4)
-        first = gl.load(record + 6)
-        end = gl.load(record + 7)
-        out_row = gl.load(record)
-        valid = gl.load(record + 1)
-        k0 = gl.load(record + 3)
-        q_row = gl.load(record + 8)
-        shift = gl.load(record + 9)
+        hk, out_row, valid, own_pad, k0, pad, _lq, first, end, q_row, shift = fetch(ITEMS, t, blocks, heads, width)
+        row = hk * k_pad + own_pad
         mbarrier.wait(kv_empty, (tile & 1) ^ 1)
         announce(slots, 0, hk)
         announce(slots, 1, out_row)

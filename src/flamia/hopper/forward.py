@@ -31,7 +31,7 @@ from .common import (
     announced,
     await_turn,
     declare_vote,
-    item,
+    fetch,
     late,
     operand,
     outcome,
@@ -54,16 +54,9 @@ def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, 
     tile = 0
     t = gl.atomic_add(COUNTS + 7, 1)
     while t < total:
-        rank, h = item(t, blocks, hq, width)
-        record = ITEMS + rank * 16
-        row = h * q_pad + gl.load(record + 2)
-        base = (h // group) * k_pad + gl.load(record + 4)
-        out_row = gl.load(record)
-        valid = gl.load(record + 1)
-        position = gl.load(record + 3)
-        lk = gl.load(record + 5)
-        first = gl.load(record + 6)
-        end = gl.load(record + 7)
+        h, out_row, valid, pad, position, other_pad, lk, first, end, _row, _shift = fetch(ITEMS, t, blocks, hq, width)
+        row = h * q_pad + pad
+        base = (h // group) * k_pad + other_pad
         mbarrier.wait(q_empty, (tile & 1) ^ 1)
         announce(slots, 0, h)
         announce(slots, 1, out_row)

@@ -38,7 +38,7 @@ TUNING = {
     ("dkv", 64): {"ST": 4, "BM": 64},
     ("dkv", 128): {"ST": 3, "BM": 64},
     ("dq", 64): {"ST": 4, "BN": 64, "HOLD": True},
-    ("dq", 128): {"ST": 4, "BN": 64, "HOLD": True},
+    ("dq", 128): {"ST": 4, "BN": 64, "HOLD": HOLD_Q_OF_128},
 }
 SMALLEST_SCALE = 1e-30  # stands for a softmax scale of zero, so that -inf * scale stays -inf
 PLAIN = Recipe.strict("mxfp8_scores")
@@ -149,8 +149,8 @@ def grid(items: int, device: torch.device) -> tuple[int]:
 
 
 def heads_together(blocks: int, device: torch.device) -> int:
-    """How many heads to work on at a time: as few as keep every multiprocessor busy to the end."""
-    return max(1, -(-2 * multiprocessors(device.index or 0) // blocks))
+    """How many heads to work on at a time: as few as give nearly every multiprocessor something to do."""
+    return max(1, -(-3 * multiprocessors(device.index or 0) // (4 * blocks)))
 
 
 def forward_saving(
