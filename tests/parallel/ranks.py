@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from flamia.bench.parallel import measure
 from flamia.bench.workloads import Workload
 from flamia.integrations.parallel import ContextParallel
 
+LIMIT = timedelta(seconds=100)
+"""For ranks to wait for one that has failed."""
+
 
 def spawn(ranks: int, function, folder, *arguments) -> list[str]:
     """Run function(rank, *arguments) on every rank; returns what went wrong, by rank."""
@@ -25,7 +29,7 @@ def spawn(ranks: int, function, folder, *arguments) -> list[str]:
 
 def _run(rank: int, ranks: int, function, folder: str, arguments: tuple) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=LIMIT)
     try:
         function(rank, *arguments)
     except BaseException:
@@ -41,6 +45,7 @@ CASES = {
     "documents of all kinds": ((700, 1, 0, 129, 300, 64, 128, 0), (4, 2), "mxfp8_scores/strict", None),
     "fewer documents than ranks, one block": ((90,), (2, 1), "mxfp8_scores/strict", None),
     "many whole documents": ((200, 210, 190, 205, 195, 200, 150, 250), (2, 2), "mxfp8_scores/strict", None),
+    "pieces that share a call": ((300, 300, 300), (2, 1), "mxfp8/strict", None),
     "window": ((900, 40, 300), (4, 2), "mxfp8_scores/strict", (150, 0)),
     "window of whole blocks": ((900, 300), (2, 1), "mxfp8_scores/strict", (127, 0)),
     "window as long as a document": ((1000, 300), (2, 1), "mxfp8_scores/strict", (1100, 0)),
@@ -162,6 +167,12 @@ def what_crosses_the_wire(rank: int) -> None:
     assert got == [512 * 2 * hk * code, 512 * (hk * (wide + code) + hq * (wide + code + wide + 4))]
     got, _ = bytes_sent((1024,), "mxfp8/strict")
     assert got == [512 * 2 * hk * wide, 512 * (2 * hk * wide + hq * (3 * wide + 4))]
+    _, here = bytes_sent((300, 300, 300), "mxfp8_scores/strict")
+    assert sum(piece.end < 300 for piece in here.plan.of_rank(0)) == 3
+    assert rank or [call.window for call in here.columns_calls[-2:]] == [
+        (-1, 128),
+        (-1, 256),
+    ]  # two pieces share a call
     got, here = bytes_sent((200, 200), "mxfp8_scores/strict")
     assert got == [] and not here.plan.shared  # whole documents: nothing crosses
 

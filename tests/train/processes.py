@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ from flamia.train import Trainer
 from flamia.train.data import pack
 from flamia.train.ranks import Ranks
 
+LIMIT = timedelta(seconds=100)
+"""For ranks to wait for one that has failed."""
+
 
 def spawn(function, folder: Path, *arguments, count: int = 2) -> list[str]:
     """Run function(ranks, folder, *arguments) on `count` ranks; returns what went wrong."""
@@ -23,7 +27,7 @@ def spawn(function, folder: Path, *arguments, count: int = 2) -> list[str]:
 
 def _run(rank: int, count: int, function, folder: str, arguments: tuple) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count, timeout=LIMIT)
     try:
         function(Ranks(rank, count), Path(folder), *arguments)
     except BaseException:

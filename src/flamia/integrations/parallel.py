@@ -40,6 +40,9 @@ from flamia.integrations.parallel_wire import Field, coded, gather
 from flamia.recipe import Recipe
 from flamia.validation import OPEN, UnsupportedError
 
+Item = tuple[Piece, tuple[int, int], tuple[int, int]]
+"""A piece, and the positions of the queries and of the keys that its part of a call reads."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -220,8 +223,8 @@ class ContextParallel:
         rows = self.where[first + start : first + min(end, length)]
         return torch.cat([rows, torch.full((max(0, end - length),), self.zero)])
 
-    def _call(self, items: list[tuple[Piece, tuple[int, int], tuple[int, int]]], window: tuple[int, int]) -> Call:
-        """items: a piece, its range of queries and its range of keys; results are the piece's own rows of keys."""
+    def _call(self, items: list[Item], window: tuple[int, int]) -> Call:
+        """Results are the pieces' own rows of keys."""
         queries = [self._pool_rows(piece.document, *span) for piece, span, _ in items]
         keys = [self._pool_rows(piece.document, *span) for piece, _, span in items]
         cu_q, cu_k = (
@@ -246,8 +249,10 @@ class ContextParallel:
         return self._call(items, (self.left, 0))
 
     def _columns_calls(self) -> list[Call]:
-        """All of this rank's keys: dK and dV."""
-        together, alone, block = [], [], self.plan.block
+        """All of this rank's keys: dK and dV. Pieces that are as far from their document's end share a call."""
+        together: list[Item] = []
+        apart: dict[int, list[Item]] = {}
+        block = self.plan.block
         for piece in self.plan.of_rank(self.rank):
             length = self.plan.lengths[piece.document]
             padded = -(-length // block) * block
@@ -259,9 +264,9 @@ class ContextParallel:
                 end = min(length, -(-(piece.end + self.left) // block) * block)
                 together.append((piece, (piece.start, end), (first, end)))
             else:
-                item = (piece, (piece.start, padded), (first, piece.end))
-                alone.append(self._call([item], (OPEN, padded - piece.end)))
-        return [self._call(together, (self.left, 0)), *alone] if together else alone
+                apart.setdefault(padded - piece.end, []).append((piece, (piece.start, padded), (first, piece.end)))
+        calls = [self._call(items, (OPEN, right)) for right, items in apart.items()]
+        return [self._call(together, (self.left, 0)), *calls] if together else calls
 
     # --------------------------------------------------------------------------------------------------------- wire
 
