@@ -190,7 +190,9 @@ class Recipe:
                 f"largest would clip; lag + boost may be at most 8"
             )
         if p_formats == {"bf16"} and self.boost:
-            raise ValueError(f"boost={self.boost}: weights have 16 bits in this recipe and need none, so nothing reads it")
+            raise ValueError(
+                f"boost={self.boost}: weights have 16 bits in this recipe and need none, so nothing reads it"
+            )
         constant = ("e2m1:boost", "e2m1:relative", "e2m1:masked")
         for table in (self.full, self.frontier):
             if table.dv_p in constant or (table.o_p in constant and 2.0 ** (self.lag + self.boost) > 6):
