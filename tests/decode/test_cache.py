@@ -15,7 +15,7 @@ from flamia.recipe import CONTROLS
 LENGTHS = (300, 1, 131, 257, 128, 64)
 RECIPES = (
     "mxfp8_scores/strict", "mxfp8/strict", "nvfp4_fp8/strict", "nvfp4/strict", "bf16/strict", "mxfp8/fold", "nvfp4/fold",
-    "mxfp8/strict,rotate=True", "mxfp8_scores/strict,e_format=bf16", "mxfp8_scores/strict,scale_rule=floor",
+    "mxfp8/strict,rotate=True", "mxfp8_scores/strict,e_format=bf16,rotate=True", "mxfp8_scores/strict,scale_rule=floor",
     "mxfp8/strict,frontier_block=32,normalizer=rounded", "nvfp4_fp8/strict,u_range=running,lag=0",
     "mxfp8/strict,rounding=False",
 )  # fmt: skip
