@@ -99,13 +99,14 @@ def do_for_dq(do: Tensor, c: Call) -> Tensor:
 
 
 def tiled(x: Tensor, rows: int, columns: int, spans: list[tuple[int, int]]) -> Tensor:
-    """(H, T, T) in E4M3 with one scale per tile of each document's square."""
+    """(H, T, T) in E4M3 with one scale per tile of each document's square; zeros that fill the last tiles move no scale."""
     out = torch.zeros_like(x)
     for a, b in spans:
-        for i in range(a, b, rows):
-            for j in range(a, b, columns):
-                tile = x[:, i : min(i + rows, b), j : min(j + columns, b)]
-                out[:, i : min(i + rows, b), j : min(j + columns, b)] = e4m3(tile, tile.abs().amax((1, 2), True))
+        wide = min(columns, b - a)
+        square = torch.nn.functional.pad(x[:, a:b, a:b], (0, -(b - a) % wide, 0, -(b - a) % rows))
+        tiles = square.unflatten(1, (-1, rows)).unflatten(3, (-1, wide))
+        rounded = e4m3(tiles, tiles.abs().amax((2, 4), True))
+        out[:, a:b, a:b] = rounded.flatten(3).flatten(1, 2)[:, : b - a, : b - a]
     return out
 
 
