@@ -49,7 +49,7 @@ def test_against_the_oracle(d, left):
         pairs = zip(NAMES, of_document(got, span), of_document(want, span))
         errors = {name: error(x, y) if name != "lse" else (x - y).abs().max().item() for name, x, y in pairs}
         print(*case, {name: f"{e:.1e}" for name, e in errors.items()})
-        if not (errors.pop("lse") < 1e-5 * (1 + case[1]) and max(errors.values()) < 3e-3):
+        if not (errors.pop("lse") < 1e-5 * (1 + case[1]) and max(errors.values()) < 4e-3):
             wrong.append((case, errors))
     assert not wrong, wrong
 
