@@ -124,4 +124,4 @@ extern "C" __global__ void __launch_bounds__(256,1) overlap(int m0, int m1, int 
   if ((threadIdx.x&127)==0 && blockIdx.x==0) out[w]=t;
 }
 """
-open("overlap.cu", "w").write(out)
+pathlib.Path("overlap.cu").write_text(out)
