@@ -193,8 +193,8 @@ def test_the_torchao_adapter_patches_nothing_itself(monkeypatch):
 
 
 def test_adapters_that_nobody_ran_say_so():
-    never = ("flash:2", "flash:3", "flash:4", "cudnn:fp8", "cudnn:fp8-current", "te:mxfp8", "te:current", "te:delayed")
+    never = ("flash:2", "flash:3", "te:mxfp8", "te:current", "te:delayed", "te:16bit")
     for name in (*never, "torchao"):
         assert KNOWN[name].caution.startswith("never run")
-    for name in ("sdpa:flash", "sdpa:math", "flex:eager", "flamia:mxfp8/strict"):
+    for name in ("sdpa:flash", "flash:4", "cudnn:fp8", "cudnn:fp8-current", "flex:eager", "flamia:mxfp8/strict"):
         assert not KNOWN[name].caution

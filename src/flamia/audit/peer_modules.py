@@ -2,7 +2,7 @@
 
 torchao patches ``F.scaled_dot_product_attention`` while a module runs; Transformer Engine is a module under an autocast
 that names a recipe; the cuDNN frontend is a graph that is built for one shape (``peer_cudnn``). Each gets the fewest
-lines that reach it. None of the three could be run where they were written, and their ``caution`` says so: until
+lines that reach it. The first two could not be run where they were written, and their ``caution`` says so: until
 somebody does, a verdict about them is also a verdict about these lines.
 """
 
@@ -134,11 +134,10 @@ def peers() -> list[Peer]:
              caution="every shape is compiled anew, which takes seconds to half a minute of a CPU"),
         Peer("flash:2", "flash-attn 2", by_name("flash_attn", varlen, dense), "flash-attn", 64, NEVER),
         Peer("flash:3", "flash-attn 3", by_name("flash_attn_interface", varlen, dense), "flash-attn-3", 64, NEVER),
-        Peer("flash:4", "flash-attn 4", by_name("flash_attn.cute", varlen, dense), "flash-attn-4", 64, NEVER),
-        Peer("cudnn:fp8", "cuDNN frontend, dense E4M3, constant scales", cudnn_fp8(False), "nvidia-cudnn-frontend", 128,
-             NEVER),
+        Peer("flash:4", "flash-attn 4", by_name("flash_attn.cute", varlen, dense), "flash-attn-4", 64),
+        Peer("cudnn:fp8", "cuDNN frontend, dense E4M3, constant scales", cudnn_fp8(False), "nvidia-cudnn-frontend", 128),
         Peer("cudnn:fp8-current", "cuDNN frontend, dense E4M3, scales from each tensor's largest entry", cudnn_fp8(True),
-             "nvidia-cudnn-frontend", 128, NEVER),
+             "nvidia-cudnn-frontend", 128),
         *(Peer(f"te:{name}", f"Transformer Engine, {recipe or '16 bits'}", transformer_engine(recipe),
                "transformer-engine", 64, NEVER)
           for name, recipe in (("delayed", "DelayedScaling"), ("current", "Float8CurrentScaling"),
