@@ -237,7 +237,9 @@ def keys_by_offsets_of_queries(q, k, v, cu_q, cu_k):
 
 
 @pytest.mark.parametrize(
-    "fn,contract", [(one_more_where_fewer, "prefix"), (keys_by_offsets_of_queries, "document")], ids=lambda x: str(x)
+    "fn,contract",
+    [(one_more_where_fewer, "prefix"), (keys_by_offsets_of_queries, "document")],
+    ids=lambda x: getattr(x, "__name__", x),
 )
 def test_leaks_that_need_other_numbers_of_queries(fn, contract):
     report = audit_callable(fn, cross=True, **SMALL)
