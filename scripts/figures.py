@@ -1,9 +1,16 @@
-"""Draw the pictures of README and docs from what the library computes: python scripts/figures.py [folder]."""
+"""Draw the pictures of README and docs: python scripts/figures.py [folder [mass.svg ...]].
+
+``two_tokens`` and ``leaks`` show what the library computes here; ``mass`` and ``speed`` are drawn from docs/results, and
+say in their metadata from which bytes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -14,6 +21,7 @@ from matplotlib.patches import Patch
 
 import flamia
 
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 INK, ACCENT, PALE = "#22313f", "#c0392b", "#d7dee5"
 plt.rcParams.update({"svg.hashsalt": "flamia", "font.size": 10, "axes.edgecolor": INK, "text.color": INK})
 
@@ -77,8 +85,66 @@ def leaks(path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def results(name: str) -> tuple[Any, dict[str, Any]]:
+    """A committed file, and the metadata of a picture drawn from it."""
+    raw = (RESULTS / f"{name}.json").read_bytes()
+    return json.loads(raw), {"Date": None, "Description": f"docs/results/{name}.json {hashlib.sha256(raw).hexdigest()}"}
+
+
+def mass(path: Path) -> None:
+    """What O keeps of its sum with V = 1, and dV with dO = 1, by length; the file has distances from 1."""
+    found, metadata = results("peers-h200")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for m in found["mass"]:
+        if m["refused"] is None:
+            rows.setdefault(m["target"], []).append(m)
+    ours, others = "flamia:mxfp8_scores/strict", [name for name in rows if not name.startswith(("flamia", "cudnn"))]
+    figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.6), sharey=True)
+    for axis, column, title in zip(axes, ("o_bias", "dv_bias"), ("mean of O where V = 1", "sum of dV where dO = 1")):
+        draw = lambda name, **style: axis.plot(  # noqa: B023, E731
+            [m["length"] for m in rows[name]], [1 - m[column] for m in rows[name]], **style  # noqa: B023
+        )  # fmt: skip
+        for name in others:
+            draw(name, color="#8a99a6", linewidth=1, marker="|", markersize=9, label=name)
+        draw(ours, color=INK, linewidth=2, marker="o", markersize=4, label=ours)
+        draw("cudnn:fp8", color=ACCENT, linewidth=2, marker="s", markersize=4, label="cudnn:fp8")
+        draw("cudnn:fp8-current", color="#e8a49c", linewidth=1.2, linestyle="--", label="cudnn:fp8-current")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([m["length"] for m in rows[ours]], [f"{m['length'] // 1024}k" for m in rows[ours]])
+        axis.set(title=title, xlabel="tokens", ylim=(0, 1.08))
+        axis.title.set_fontsize(10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("share that is kept (1 is right)")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.17, 1, 1))
+    figure.savefig(path, metadata=metadata)
+    plt.close(figure)
+
+
+def speed(path: Path) -> None:
+    """Training call against flash-attn-4, workload by workload: the median of the rounds, least and greatest."""
+    found, metadata = results("bench-h200")
+    loads = found["workloads"][::-1]
+    figure, axis = plt.subplots(figsize=(7.2, 3.6))
+    for y, load in enumerate(loads):
+        least, middle, greatest = load["ratios"]["flash-attn-4"]["train"]
+        axis.plot((least, greatest), (y, y), color=PALE, linewidth=5, solid_capstyle="butt")
+        axis.plot(middle, y, "o", color=INK if middle >= 1 else ACCENT)
+        axis.annotate(f"{middle:.3f}", (1.26, y), va="center", fontsize=9, annotation_clip=False)
+    axis.axvline(1, color=INK, linewidth=1)
+    axis.set_yticks(range(len(loads)), [f"{load['name']}  ({load['group']})" for load in loads], fontsize=9)
+    axis.set(xlim=(0.85, 1.25), xlabel="time of flash-attn-4 over ours, a training call (bar: the rounds)")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata=metadata)
+    plt.close(figure)
+
+
+PICTURES = {"two_tokens.svg": two_tokens, "leaks.svg": leaks, "mass.svg": mass, "speed.svg": speed}
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
     folder.mkdir(parents=True, exist_ok=True)
-    two_tokens(folder / "two_tokens.svg")
-    leaks(folder / "leaks.svg")
+    for name in sys.argv[2:] or PICTURES:
+        PICTURES[name](folder / name)

@@ -1,0 +1,162 @@
+"""What README and docs quote is what the committed results say: nobody can edit a number by hand, in a page or a picture."""
+
+import hashlib
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS, RESULTS = ROOT / "scripts", ROOT / "docs" / "results"
+DECIMAL = re.compile(r"(?<![\w.])\d*\.\d+(?![\w.]*\w)")
+DRAWN = {"mass.svg": "peers-h200", "speed.svg": "bench-h200"}
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        import reduce_peers
+        import tables
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return {"tables": tables, "reduce": reduce_peers}
+
+
+def load(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def prose(page, blocks):
+    """A page's text without code, links and pictures; the blocks that are generated kept alone, or left out."""
+    text = re.sub(r"```.*?```|^    .*?$", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    text = re.sub(r"\]\([^)]*\)|`[^`]*`", "]", text)
+    parts = re.split(r"<!-- (?:begin|end) [\w-]+ -->", text)
+    return " ".join(parts[1::2] if blocks else parts[::2])
+
+
+def test_pages_are_what_the_results_make_of_them(scripts):
+    for page in scripts["tables"].PAGES:
+        text = (ROOT / page).read_text()
+        assert "<!-- begin " in text, page
+        assert scripts["tables"].filled(text) == text, f"{page}: run python scripts/tables.py"
+
+
+def test_an_edited_number_is_seen(scripts):
+    text = (ROOT / "README.md").read_text()
+    table = prose("README.md", blocks=True)
+    number = DECIMAL.search(table)[0]
+    edited = text.replace(number, "0.123")
+    assert edited != text and scripts["tables"].filled(edited) == text
+
+
+def test_every_block_is_on_a_page(scripts):
+    pages = "".join((ROOT / page).read_text() for page in scripts["tables"].PAGES)
+    assert {name for name in scripts["tables"].BLOCKS if f"<!-- begin {name} -->" not in pages} == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/evidence.md"])
+def test_no_measured_number_outside_of_the_blocks(page):
+    given = {"3.10", "2.11", "2.13", "2.0", "2611.03344", "1.1", "1.25"}  # versions, a paper, the goal of speed
+    assert set(DECIMAL.findall(prose(page, blocks=False))) <= given
+
+
+def leaves(x):
+    if isinstance(x, dict):
+        for value in x.values():
+            yield from leaves(value)
+    elif isinstance(x, list):
+        for value in x:
+            yield from leaves(value)
+    elif isinstance(x, (int, float)):
+        yield float(x)
+
+
+def test_every_figure_of_the_readme_is_in_a_results_file():
+    """Found without the maker of the blocks: a number of a file, what it leaves of 1, or a quotient of two peaks."""
+    known = [x for name in ("accuracy-cpu", "bench-h200", "peers-h200") for x in leaves(load(name))]
+    known += [1 - x for x in known]
+    for w in load("bench-h200")["workloads"]:
+        known.append(w["contenders"]["flamia"]["peak_bytes"] / w["contenders"]["flash-attn-4"]["peak_bytes"])
+    figures = DECIMAL.findall(prose("README.md", blocks=True))
+    assert len(figures) > 20
+    for text in figures:
+        digits = len(text.partition(".")[2])
+        assert any(abs(round(x, digits) - float(text)) < 1e-9 for x in known), text
+
+
+@pytest.mark.parametrize("name", ["bench-h200", "bench-h200-dense"])
+def test_ratios_follow_from_the_samples(name):
+    found = load(name)
+    for w in found["workloads"]:
+        for peer, kinds in w["ratios"].items():
+            for kind, (least, middle, greatest) in kinds.items():
+                ours, theirs = (w["contenders"][c][kind] for c in ("flamia", peer))
+                each = [b / a for a, b in zip(ours["samples"], theirs["samples"])]
+                assert [min(each), statistics.median(each), max(each)] == pytest.approx([least, middle, greatest])
+                assert statistics.median(ours["samples"]) == pytest.approx(ours["ms"])
+    for peer, kinds in found["means"].items():
+        for kind, mean in kinds.items():
+            each = [w["ratios"][peer][kind][1] for w in found["workloads"] if w["group"] == "packed"]
+            assert math.exp(statistics.fmean(map(math.log, each))) == pytest.approx(mean["mean"])
+            assert (min(each), len(each)) == (pytest.approx(mean["least"]), mean["workloads"])
+
+
+def test_the_audits_counts_agree():
+    found = load("peers-h200")
+    assert (RESULTS / "peers-h200.json").stat().st_size < 300_000
+    for target in found["targets"]:
+        mine = [r for r in found["rows"] if r["target"] == target["name"]]
+        for verdict in ("clean", "undecided", "leak"):
+            assert sum(r["count"] for r in mine if r["verdict"] == verdict) == target[verdict]
+        refused = [r for r in found["refused"] if r["target"] == target["name"] and not r["sets"].startswith("grad")]
+        assert sum(r["count"] for r in refused) == target["refused"]
+        for contract, statuses in found["contracts"].get(target["name"], {}).items():
+            assert sum(statuses.values()) == target["ran"] or contract in ("prefix", "truncate")
+    leaking = {t["name"] for t in found["targets"] if t["leak"]}
+    assert {p["target"] for p in found["probes"] if p["contract"] != "nonfinite"} == leaking
+
+
+def test_reducing_counts_and_copies(scripts):
+    def row(verdict, moved, **more):
+        report = {"statuses": {"prefix": verdict}, "claims": ["prefix"], "tried": [], "findings": []}
+        usual = {"target": "a", "head_dim": 64, "words": ["packed", "causal"], "alike": moved, "moved": moved}
+        options = {"packing": "packed", "windowed": False, "deterministic": False}
+        return usual | {"verdict": verdict, "options": options, "refused": None, "gradients": None, "error": 0.5,
+                        "report": report} | more  # fmt: skip
+
+    leak = row("leak", "prefix O")
+    size = {"tensor": "O", "operand": "v", "disturbance": "spike", "tone": "plain", "units": 2.0}
+    leak["report"] |= {
+        "tried": [{"contract": "prefix", "operand": "v", "comparisons": 7, "moved": 3}],
+        "findings": [size | {"contract": c, "kind": k, "largest": x} for c, k, x in (
+            ("prefix", "leak", 0.25), ("prefix", "leak", "inf"), ("prefix", "noise", 9.0), ("mask", "leak", 9.0))],
+    }  # fmt: skip
+    refusal = row("refused", "", report=None, refused="no", error=None)
+    facts = {"version": "1", "about": "", "words": None, "items": ["x", "y", "z", "w", "sums at 9"], "ended": ["done"]}
+    found = {"targets": {"a": facts}, "rows": [row("clean", ""), leak, refusal], "mass": [{"length": 9}]}
+    found |= {"machine": {}, "seed": 0, "effort": "quick", "seconds": 1.0, "verdict": "leak"}
+    small = scripts["reduce"].reduce(found, commit="abc")
+    target = small["targets"][0]
+    assert [target[v] for v in ("clean", "undecided", "leak", "refused", "not run")] == [1, 0, 1, 1, 1]
+    assert [(r["verdict"], r["count"]) for r in small["rows"]] == [("clean", 1), ("leak", 1)]
+    assert small["refused"][0]["words"] == "no" and small["mass"] == found["mass"]
+    assert [(o["operand"], o["comparisons"], o["moved"]) for o in small["operands"]] == [("v", 7, 3)]
+    assert [(p["contract"], p["largest"], p["sets"]) for p in small["probes"]] == [("prefix", "inf", 1)]
+
+
+@pytest.mark.parametrize("picture", DRAWN)
+def test_pictures_are_drawn_from_the_committed_files(picture, tmp_path):
+    pytest.importorskip("matplotlib")
+    committed = (ROOT / "docs" / "figures" / picture).read_text()
+    assert hashlib.sha256((RESULTS / f"{DRAWN[picture]}.json").read_bytes()).hexdigest() in committed
+    subprocess.run([sys.executable, SCRIPTS / "figures.py", tmp_path, picture], check=True, cwd=ROOT)
+    drawn = (tmp_path / picture).read_text()
+    made_by = re.compile(r"Matplotlib v[\w.]+")
+    if made_by.search(drawn)[0] == made_by.search(committed)[0]:  # another version draws other bytes
+        assert drawn == committed
