@@ -124,9 +124,11 @@ class KVCache:
 
     def truncate(self, lengths: list[int] | tuple[int, ...]) -> None:
         """Take tokens back, so that sequence i has lengths[i]; what follows is as if they had never been."""
-        if len(lengths) != self.sequences:
-            raise ValueError(f"lengths: one for each of the {self.sequences} sequences is needed, got {len(lengths)}")
+        if not isinstance(lengths, (list, tuple)) or len(lengths) != self.sequences:
+            raise ValueError(f"lengths: one for each of the {self.sequences} sequences is needed, got {lengths!r}")
         for i, (new, old) in enumerate(zip(lengths, self._lengths)):
+            if isinstance(new, bool) or not isinstance(new, int):
+                raise ValueError(f"lengths[{i}] = {new!r}: must be an int, the tokens that sequence {i} keeps")
             if not 0 <= new <= old:
                 raise ValueError(f"lengths[{i}] = {new}: sequence {i} has {old} tokens and can only become shorter")
             earliest = self._earliest(i)
@@ -149,6 +151,10 @@ class KVCache:
             self._lengths[i] = self._dropped[i] = 0
             for operand in self._stores[i]:
                 operand.clear()
+
+    def _go_back(self, lengths: tuple[int, ...]) -> None:
+        for i, length in enumerate(lengths):
+            self._cut(i, length)
 
     def _cut(self, i: int, length: int) -> None:
         for operand in self._stores[i]:
@@ -199,10 +205,15 @@ class KVCache:
         bad = ~(k.isfinite().all(-1, keepdim=True) & v.isfinite().all(-1, keepdim=True))
         k = torch.where(bad, torch.nan, k)  # K carries the mark of both
         encoded = [spec.encode_arrivals(x, self.recipe) for spec, x in zip(self._specs, (k, v))]
-        for i, (start, end) in enumerate(itertools.pairwise(offsets)):
-            for operand, x, codes in zip(self._stores[i], (k, v), encoded):
-                operand.add(x[start:end], [part[start:end] for part in codes])
-            self._lengths[i] += end - start
+        before = self.lengths
+        try:
+            for i, (start, end) in enumerate(itertools.pairwise(offsets)):
+                for operand, x, codes in zip(self._stores[i], (k, v), encoded):
+                    operand.add(x[start:end], [part[start:end] for part in codes])
+                self._lengths[i] += end - start
+        except BaseException:  # out of memory, an interrupt: some operands have the tokens and some do not
+            self._go_back(before)
+            raise
 
     def _settle(self) -> None:
         """Close and drop the blocks that no query can need otherwise any more."""
@@ -284,8 +295,7 @@ def decode(
     try:
         o, lse = cache._attend(q, offsets, scale, backend)
     except BaseException:
-        for i, length in enumerate(before):
-            cache._cut(i, length)
+        cache._go_back(before)
         raise
     cache._settle()
     return (o, lse) if return_lse else o

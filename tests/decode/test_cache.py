@@ -9,7 +9,7 @@ import torch
 from helpers import inputs, offsets, same_bits
 
 import flamia
-from flamia import KVCache, Recipe, UnsupportedError, cache, decode
+from flamia import KVCache, Recipe, UnsupportedError, cache, cached, decode
 from flamia.recipe import CONTROLS
 
 LENGTHS = (300, 1, 131, 257, 128, 64)
@@ -304,7 +304,34 @@ def test_errors_teach():
             KVCache(**{"sequences": 1, "kv_heads": 1, "head_dim": 16, **options})
     with pytest.raises(ValueError, match="can only become shorter"):
         held.truncate([0, 1])
-    with pytest.raises(ValueError, match="one for each of the 2"):
-        held.truncate([0])
+    for lengths in ([0], 0):
+        with pytest.raises(ValueError, match="one for each of the 2"):
+            held.truncate(lengths)
+    for length in (False, 0.0, torch.tensor(0)):
+        with pytest.raises(ValueError, match="must be an int"):
+            held.truncate([0, length])
     with pytest.raises(ValueError, match="counted from 0"):
         held.reset([2])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_scores/strict", "mxfp8/strict"])
+@pytest.mark.parametrize("fails", [2, 3])
+def test_memory_that_runs_out_halfway_leaves_the_cache_as_it_was(recipe, fails, monkeypatch):
+    """Some operands have the new tokens by then, and some do not."""
+    q, k, v = tensors((20,))
+    expected, cu = trained(q, k, v, (20,), recipe, None), offsets([10, 0])
+    held = KVCache(2, 2, 16, recipe=recipe)
+    held.append(k[:10], v[:10], cu)
+    calls, add = itertools.count(1), cached.Rows.add
+
+    def short_of_memory(rows, x):
+        if next(calls) == fails:
+            raise MemoryError
+        add(rows, x)
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(cached.Rows, "add", short_of_memory)
+        held.append(k[10:], v[10:], cu)
+    assert held.lengths == (10, 0)
+    o, lse = decode(q[10:], k[10:], v[10:], held, cu, return_lse=True)
+    assert same_bits(o, expected[0][10:]) and same_bits(lse, expected[1][:, 10:])
