@@ -24,8 +24,8 @@ from flamia.hopper import quantize, schedule  # noqa: E402
 from flamia.hopper.compat import parse_version  # noqa: E402
 from flamia.hopper.dkv import dkv_kernel  # noqa: E402
 from flamia.hopper.dq import dq_kernel  # noqa: E402
-from flamia.hopper.forward import forward_kernel  # noqa: E402
-from flamia.hopper.launch import TUNING  # noqa: E402
+from flamia.hopper.forward import LAG, PEAK, forward_kernel  # noqa: E402
+from flamia.hopper.launch import PLAIN, TUNING  # noqa: E402
 
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton ships no cuobjdump")
@@ -127,6 +127,11 @@ def resources(tmp_path) -> dict[str, int]:
         [str(CUOBJDUMP), "-res-usage", str(tmp_path / "kernel.cubin")], capture_output=True, text=True, check=True
     ).stdout
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
+
+
+def test_the_lag_is_the_recipes():
+    """The kernels say that they compute this recipe, and have its lag as a number of their own."""
+    assert LAG.value == PLAIN.lag and PEAK.value <= 2.0**PLAIN.lag
 
 
 EVERY = pytest.mark.parametrize(
