@@ -189,7 +189,7 @@ class Recipe:
                 f"lag={self.lag}, boost={self.boost}: weights reach 2^{self.lag + self.boost} and E4M3 ends at 448, so the "
                 f"largest would clip; lag + boost may be at most 8"
             )
-        if p_formats == {"bf16"} and self.boost:
+        if self.route in UNIFORM_ROUTES and p_formats == {"bf16"} and self.boost:
             raise ValueError(
                 f"boost={self.boost}: weights have 16 bits in this recipe and need none, so nothing reads it"
             )
