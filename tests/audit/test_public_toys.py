@@ -7,6 +7,7 @@ import pytest
 import torch
 from audit import toys
 
+import flamia
 from flamia.audit import audit_callable
 from flamia.audit.controls import by_groups, documents, e4m3, mask_of, straight
 
@@ -38,6 +39,17 @@ def test_one_beside_a_three():
     diagnosis = report.diagnosis
     assert diagnosis.carriers == {"O": ["v"], "dQ": ["v"]} and diagnosis.channel == "scale"
     assert (diagnosis.reach, diagnosis.group, diagnosis.alignment) == ("group", 16, "document")
+
+
+def test_blocks_of_8_bits():
+    """Scales on Q, K, V, P and U at once: O names the scale of V, where dQ alone would look like a hole in the mask."""
+
+    def fast(q, k, v, cu):
+        return flamia.attention_varlen(q, k, v, cu, causal=True, recipe="mxfp8/fast")
+
+    diagnosis = audit_callable(fast, effort="spot", heads=(2, 1), head_dim=16).diagnosis
+    assert {"q", "k", "v"} <= set(diagnosis.carriers["O"]) and diagnosis.channel == "scale"
+    assert (diagnosis.group, diagnosis.alignment) == (32, "document")
 
 
 def padded(fill):

@@ -179,7 +179,9 @@ def diagnose(judge: Judge, claims: frozenset[str], dense: bool) -> Diagnosis:
         key=lambda f: (
             f.contract == "prefix",
             f.operand != "all",
-            f.operand in ("v", "do"),  # what follows is linear in them, so that negating them keeps every amax of it
+            # O is linear in v: negating v keeps every amax on the way. On the way to dQ it does not: E moves, D does not.
+            (f.tensor, f.operand) == ("O", "v"),
+            f.operand in ("v", "do"),
             f.disturbance in ("spike", "one", "redraw"),
             f.rows,
         ),
