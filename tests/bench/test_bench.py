@@ -217,6 +217,15 @@ def test_a_picture_of_an_earlier_report(command, clock, rivals, tmp_path, capsys
     assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in said
 
 
+@pytest.mark.parametrize("text,said", [(None, "No such file"), ("{", "no report"), ("{}", "no report")])
+def test_no_picture_of_what_is_no_report(text, said, tmp_path):
+    source = tmp_path / "r.json"
+    if text is not None:
+        source.write_text(text)
+    with pytest.raises(SystemExit, match=said):
+        run.main(["--plot", str(source)])
+
+
 def test_peers_that_take_no_packs_say_so():
     ragged = WORKLOADS["log-uniform"]
     for make in (peers.cudnn, peers.cudnn_fp8):

@@ -153,13 +153,11 @@ def main() -> None:
             for kind in ("forward", "train"):
                 row = result[kind]
                 low, middle, high = row["ratio"]
-                print(
-                    f"  {kind:8s} one {row['one_ms']:.2f} ms, all {row['all_ms']:.2f} ms, ratio {low:.3f}/{middle:.3f}/{high:.3f}"
-                )
-            print(
-                f"  peak beside the inputs: one {result['peak_bytes']['one']:,}, all {result['peak_bytes']['all']:,} bytes",
-                flush=True,
-            )
+                ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+                print(f"  {kind:8s} one {row['one_ms']:.2f} ms, all {row['all_ms']:.2f} ms, ratio {ratio}")
+            one, every = result["peak_bytes"]["one"], result["peak_bytes"]["all"]
+            peaks = f"one {one:,}, all {every:,} bytes" if cards else "not measured on a CPU"
+            print(f"  peak beside the inputs: {peaks}", flush=True)
     if first and options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({**around, "parallel": results}, indent=1) + "\n", encoding="utf-8")

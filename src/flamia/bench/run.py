@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=600.0, help="for everything, compilation included")
     made.add_argument("--out", default="out/bench", help="writes OUT.json, OUT.csv and, with matplotlib, OUT.png")
     made.add_argument("--commit", help="what to call this version, where git is not at hand")
-    made.add_argument("--plot", metavar="JSON", help="draw an earlier report and time nothing")
+    made.add_argument("--plot", metavar="JSON", help="draw an earlier report beside it, as .png, and time nothing")
     return made
 
 
@@ -142,7 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     if options.plot:
         source = Path(options.plot)
-        print(report.plot(json.loads(source.read_text(encoding="utf-8")), source.with_suffix(".png")))
+        try:
+            print(report.plot(json.loads(source.read_text(encoding="utf-8")), source.with_suffix(".png")))
+        except (OSError, UnicodeDecodeError) as error:
+            sys.exit(f"flamia bench: --plot: {error}")
+        except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError):
+            sys.exit(f"flamia bench: --plot: {source} is no report of flamia bench")
         return
     if not torch.cuda.is_available():
         sys.exit("flamia bench times kernels on a GPU; this machine has none that torch can see")
