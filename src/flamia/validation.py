@@ -125,7 +125,10 @@ def check_offsets_given(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor 
 
 def _check_offsets(name: str, cu: Tensor, q: Tensor) -> None:
     if not isinstance(cu, Tensor):
-        raise ValueError(f"{name} must be an int32 tensor on {q.device}, got {type(cu).__name__}")
+        raise ValueError(
+            f"{name} must be an int32 tensor on {q.device}, got {type(cu).__name__}; "
+            f"write torch.tensor({name}, dtype=torch.int32, device={str(q.device)!r})"
+        )
     if cu.dtype != torch.int32:
         raise ValueError(f"{name} must be int32, got {cu.dtype}; write {name}.to(torch.int32)")
     if cu.dim() != 1 or cu.shape[0] < 1:

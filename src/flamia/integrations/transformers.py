@@ -341,7 +341,8 @@ def _plain(batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
 def _check_call(dropout: float, position_ids: Tensor | None, query: Tensor, others: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedError(
-            f"dropout={dropout}: there is none here; set config.attention_dropout = 0.0 to train with flamia"
+            f"dropout={dropout}: there is none here; set config.attention_dropout = 0.0 to train with flamia "
+            "(GPT-2: attn_pdrop)"
         )
     for name in _REFUSED:
         value = others.get(name)
