@@ -13,6 +13,7 @@ Exponents come from `frexp`, so they are exact: no logarithm that is off by an u
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -101,9 +102,8 @@ def scale_exponent(amax: Tensor, fmt: Format, rule: str = "ceil", largest: float
     if rule == "floor":
         e = exponent - 1 - fmt.emax
     elif rule == "ceil":
-        top = torch.tensor(largest or fmt.largest, dtype=torch.float64)
-        top_fraction, top_exponent = torch.frexp(top)
-        e = exponent - int(top_exponent) + (fraction > float(top_fraction)).to(exponent.dtype)
+        top_fraction, top_exponent = math.frexp(largest or fmt.largest)
+        e = exponent - top_exponent + (fraction > top_fraction).to(exponent.dtype)
     else:
         raise ValueError(f"scale_rule={rule!r}: allowed are 'ceil' and 'floor'")
     return torch.where(amax == 0, 0, e.clamp(MIN_EXPONENT, MAX_EXPONENT)).to(torch.int32)

@@ -376,3 +376,14 @@ def test_names_and_options_are_checked():
 def test_an_unsupported_backend_is_named():
     with pytest.raises(UnsupportedError, match="backend='hopper'"):
         model("llama", registered(None, backend="hopper"))(tokens(1, 8))
+
+
+@torch.inference_mode()
+def test_inference_tensors_are_read_again():
+    """They count no changes, so positions edited in place must not meet the offsets of before."""
+    bits = integration._plain(1, 6, 6, torch.device("cpu"))
+    positions = torch.arange(6)[None]
+    before = integration.documents(bits, positions, 6, None)[0].tolist()
+    positions[0, 3:] -= 3
+    after = integration.documents(bits, positions, 6, None)[0].tolist()
+    assert after != before and 3 in after

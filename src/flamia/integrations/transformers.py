@@ -211,7 +211,7 @@ class _Latest(threading.local):
         self.offsets: tuple[Tensor, Tensor] | None = None
 
     def get(self, given: list[Tensor], options: tuple, make: Callable[[], tuple[Tensor, Tensor]]) -> Any:
-        versions = [0 if x.is_inference() else x._version for x in given]
+        versions = [x._version for x in given]
         same = len(given) == len(self.given) and options == self.options
         if not same or any(ref() is not x or n != v for x, v, (ref, n) in zip(given, versions, self.given)):
             self.offsets = make()
@@ -227,7 +227,10 @@ def documents(bits: Tensor, positions: Tensor | None, queries: int, most: int | 
     make = functools.partial(_documents, bits, positions, queries, most)
     if torch.compiler.is_compiling() or (bits.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
-    return _latest.get([x for x in (bits, positions) if x is not None], (queries, most), make)
+    given = [x for x in (bits, positions) if x is not None]
+    if any(x.is_inference() for x in given):  # these do not count their changes, so none can be told from the last
+        return make()
+    return _latest.get(given, (queries, most), make)
 
 
 def _documents(bits: Tensor, positions: Tensor | None, queries: int, most: int | None) -> tuple[Tensor, Tensor]:
