@@ -213,7 +213,11 @@ def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
     if isinstance(softmax_scale, (bool, Tensor)) or not isinstance(softmax_scale, (int, float)):
         raise ValueError(f"softmax_scale must be a Python float or None, got {type(softmax_scale).__name__}")
     if not 0.0 < softmax_scale <= sys.float_info.max:  # also refuses NaN, and integers that no float holds
-        hint = "; if it is flash-attention 2's dropout_p, in fourth place there, leave it out" if softmax_scale == 0 else ""
+        hint = (
+            "; if it is flash-attention 2's dropout_p, in fourth place there, leave it out"
+            if softmax_scale == 0
+            else ""
+        )
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale!r}{hint}")
     return float(softmax_scale)
 
