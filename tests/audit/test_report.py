@@ -10,7 +10,7 @@ from audit import toys
 from rich.console import Console
 
 import flamia
-from flamia import Recipe
+from flamia import Recipe, console
 from flamia.audit import CONTRACTS, LEAKY, audit_callable, audit_recipes
 from flamia.audit.controls import attend
 from flamia.audit.mass import LIMIT, Mass, verdict
@@ -53,6 +53,22 @@ def test_html_stands_alone(leak, tmp_path):
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert len(pictures) == 3 and all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
     assert "stripes" in page and "groups of 32" in page and not re.search(r'(src|href)="(?!data:)', page)
+
+
+@pytest.mark.parametrize("name", ["matplotlib", "jinja2"])
+def test_a_page_without_the_extra_says_what_to_install(leak, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(console.importlib, "import_module", missing(name))
+    with pytest.raises(console.MissingExtra, match=r"needs " + name + r".*flamia\[cli\]"):
+        leak.to_html(tmp_path / "a.html")
+    assert not list(tmp_path.iterdir())
+
+
+def missing(name):
+    def load(asked):
+        if asked == name:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    return load
 
 
 def test_names_are_escaped_in_html():

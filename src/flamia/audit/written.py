@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flamia import jsonable
+from flamia.console import require
 
 
 class Written:
@@ -25,7 +26,9 @@ class Written:
         return text
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """One self-contained page with heat maps, also written to ``path`` if one is given."""
+        """One self-contained page with heat maps, also written to ``path`` if one is given. Needs the ``cli`` extra."""
+        for name in ("jinja2", "matplotlib"):
+            require(name)
         text = self.page()
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
