@@ -66,6 +66,22 @@ def late(x):
 
 
 @gluon.jit
+def seen_keys(row, n, lk, left, right, LEFT: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr, LATE: gl.constexpr):
+    """Which (query, key) pairs of step n are visible: keys row - left .. row + right of the document's lk."""
+    col = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+    high = gl.minimum(row + right, lk - 1)
+    if LATE:
+        high = late(high)
+    seen = col[None, :] <= high[:, None]
+    if LEFT:
+        low = row - left
+        if LATE:
+            low = late(low)
+        seen = seen & (col[None, :] >= low[:, None])
+    return seen
+
+
+@gluon.jit
 def pass_over(count, i, full, empty, ST: gl.constexpr):
     """Give back the tiles of `count` steps of which a warpgroup sees nothing, once they are there: a release ahead of
     the arrival would be taken for one of the round before."""
@@ -80,14 +96,11 @@ def pass_over(count, i, full, empty, ST: gl.constexpr):
 # One bit that every thread of a warpgroup can vote on. Gluon's way from a tensor to a scalar crosses lanes and then warps,
 # some 300 cycles with two barriers; the hardware's reducing barrier takes one. The result is uniform, so it may steer a
 # branch, but has to reach Gluon as a scalar: it waits in a register of the machine language, declared once per kernel.
-VOTE_0 = gl.constexpr(
+_VOTE = (
     "{ .reg .pred p, q; .reg .f32 t; max.f32 t, $2, $3; setp.ge.f32 q, t, $4; "
-    "barrier.cta.red.or.pred p, 12, 128, q; selp.b32 flamia_vote, 1, 0, p; mov.b32 $0, 0; mov.b32 $1, 0; }"
+    "barrier.cta.red.or.pred p, BARRIER, 128, q; selp.b32 flamia_vote, 1, 0, p; mov.b32 $0, 0; mov.b32 $1, 0; }"
 )
-VOTE_1 = gl.constexpr(
-    "{ .reg .pred p, q; .reg .f32 t; max.f32 t, $2, $3; setp.ge.f32 q, t, $4; "
-    "barrier.cta.red.or.pred p, 13, 128, q; selp.b32 flamia_vote, 1, 0, p; mov.b32 $0, 0; mov.b32 $1, 0; }"
-)
+VOTE_0, VOTE_1 = (gl.constexpr(_VOTE.replace("BARRIER", barrier)) for barrier in ("12", "13"))
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ next weights are made under it.
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, SLOTS, announce, announced, fetch, operand, pass_over
+from .common import SLOT_LAYOUT, SLOTS, announce, announced, fetch, operand, pass_over, seen_keys
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
@@ -75,15 +75,6 @@ def dq_producer(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc,
 
 
 @gluon.jit
-def seen_keys(row, n, lk, left, right, LEFT: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):
-    col = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-    seen = col[None, :] <= gl.minimum(row + right, lk - 1)[:, None]
-    if LEFT:
-        seen = seen & (col[None, :] >= (row - left)[:, None])
-    return seen
-
-
-@gluon.jit
 def gradient(x, e, kf, vf, a, lse, d, seen, MASK: gl.constexpr):
     """U of one step, before rounding."""
     p = gl.exp2((x * kf[None, :]) * a[:, None] - lse[:, None])
@@ -111,7 +102,7 @@ def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, 
         tp = warpgroup_mma(g, vs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
         x = warpgroup_mma_wait(2, deps=[ts])
-        seen = seen_keys(row, n, lk, left, right, LEFT, BN, SL)
+        seen = seen_keys(row, n, lk, left, right, LEFT, BN, SL, False)
         p = gl.exp2((x * kf[None, :]) * a[:, None] - lse[:, None])
         if MASK:
             p = gl.where(seen, p, 0.0)
@@ -176,7 +167,7 @@ def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_emp
             tp = warpgroup_mma(g, vs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
             kf = kfs.index(s).load(gl.SliceLayout(0, SL))
             vf = vfs.index(s).load(gl.SliceLayout(0, SL))
-            seen = seen_keys(row, first, lk, left, right, LEFT, BN, SL)
+            seen = seen_keys(row, first, lk, left, right, LEFT, BN, SL, False)
             x = warpgroup_mma_wait(1, deps=[ts])
             e = warpgroup_mma_wait(0, deps=[tp])
             w = gradient(x, e, kf, vf, a, lse, d, seen, True)

@@ -32,16 +32,16 @@ from .common import (
     await_turn,
     declare_vote,
     fetch,
-    late,
     operand,
     outcome,
     pass_turn,
+    seen_keys,
     vote,
 )
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 LAG = gl.constexpr(6.0)  # in powers of two; reference/ has the same in Recipe.lag
-PEAK = gl.constexpr(2.0**6)  # a partial sum below it holds no weight above 2^LAG
+PEAK = gl.constexpr(2.0**LAG.value)  # a partial sum below it holds no weight above 2^LAG
 
 
 @gluon.jit
@@ -86,16 +86,6 @@ def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, ITEMS, COUNTS, qs, 
 
 
 @gluon.jit
-def seen_keys(row, n, lk, left, right, LEFT: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):
-    col = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-    high = late(gl.minimum(row + right, lk - 1))
-    seen = col[None, :] <= high[:, None]
-    if LEFT:
-        seen = seen & (col[None, :] >= late(row - left)[:, None])
-    return seen
-
-
-@gluon.jit
 def thread_sums(p, BN: gl.constexpr):
     """(64, BN) -> (64, 4): sums over what one thread holds of a row; four lanes share a row."""
     return gl.sum(gl.sum(p.reshape([64, BN // 8, 4, 2]), 3), 1)
@@ -129,7 +119,7 @@ def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, righ
         x = warpgroup_mma_wait(1, deps=[ts])
         w = gl.exp2((x * factor[None, :]) * a[:, None] - m[:, None])
         if MASK:
-            w = gl.where(seen_keys(row, n, lk, left, right, LEFT, BN, SL), w, 0.0)
+            w = gl.where(seen_keys(row, n, lk, left, right, LEFT, BN, SL, True), w, 0.0)
         sums = thread_sums(w, BN)
         vote(c, sums, PEAK)
         # this wait's branch also keeps the assembler from moving the weights behind the join, where no product runs
@@ -140,7 +130,7 @@ def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, righ
             ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(0, deps=[ts])
             # n, told so that the assembler does not keep the mask above in 64 bits of registers for a step that rarely comes
-            seen = seen_keys(row, n + raised - 1, lk, left, right, LEFT, BN, SL)
+            seen = seen_keys(row, n + raised - 1, lk, left, right, LEFT, BN, SL, True)
             w, m, alpha = again(x, fs.index(s).load(gl.SliceLayout(0, SL)), a, m, seen, MASK)
             sums = thread_sums(w, BN)
             l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
@@ -199,7 +189,7 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_fu
             factor = fs.index(s).load(gl.SliceLayout(0, SL))
             ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(0, deps=[ts])
-            seen = seen_keys(row, first, lk, left, right, LEFT, BN, SL)
+            seen = seen_keys(row, first, lk, left, right, LEFT, BN, SL, True)
             w, m, _ = again(x, factor, a, m, seen, True)
             l = thread_sums(w, BN)
             p = operand(w, DOT)
