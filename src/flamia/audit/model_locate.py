@@ -10,28 +10,18 @@ at a time, read as in ``diagnose``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from .diagnose import Map, positions_for, read_groups
 from .model_judge import ModelJudge, Probe
+from .model_report import Location
 from .probes import GROUPS
 from .targets import Refused
 from .trace import Move, Trace, first_moves
 
 MOST = 64  # layers that are looked into one by one
-
-
-@dataclass
-class Location:
-    shown_by: Move | None = None
-    origin: Move | None = None
-    carriers: list[str] = field(default_factory=list)
-    affected: list[str] | None = None
-    group: int | None = None
-    sentences: list[str] = field(default_factory=list)
-    map: Map | None = None  # who moves whom inside the origin
 
 
 class Looker:

@@ -83,7 +83,20 @@ class ModelControl:
 
 
 @dataclass
-class ModelReport(Written):
+class Location:
+    """Where in a model a leak begins, as far as that was found (``model_locate``)."""
+
+    shown_by: Move | None = None
+    origin: Move | None = None
+    carriers: list[str] = field(default_factory=list)
+    affected: list[str] | None = None
+    group: int | None = None
+    sentences: list[str] = field(default_factory=list)
+    map: Map | None = None  # who moves whom inside the origin
+
+
+@dataclass(kw_only=True)
+class ModelReport(Location, Written):
     """One audited model."""
 
     target: dict[str, Any]
@@ -93,13 +106,6 @@ class ModelReport(Written):
     stable: bool = True
     rounding: float | None = None
     room: float = 0.0
-    shown_by: Move | None = None
-    origin: Move | None = None
-    carriers: list[str] = field(default_factory=list)
-    affected: list[str] | None = None
-    group: int | None = None
-    sentences: list[str] = field(default_factory=list)
-    map: Map | None = None
     controls: list[ModelControl] = field(default_factory=list)
     blind_spots: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

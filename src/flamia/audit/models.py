@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .model_judge import EFFORTS, ModelJudge, Probe
-from .model_locate import Location, locate
-from .model_report import MODEL_CONTRACTS, SERVED, ModelReport
+from .model_locate import locate
+from .model_report import MODEL_CONTRACTS, SERVED, Location, ModelReport
 from .model_target import ModelTarget
 from .probes import blunt_groups
 from .targets import Refused
