@@ -7,12 +7,15 @@ import types
 
 import pytest
 import torch
+from helpers import same
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flamia
 import flamia.reference
 from flamia import Recipe, UnsupportedError, ops
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 FORWARD = torch.ops.flamia.attention_forward.default
 BACKWARD = torch.ops.flamia.attention_backward.default
@@ -36,10 +39,6 @@ def gradients(function, tensors, **options):
     weight = torch.linspace(-1, 1, o.numel()).view_as(o).to(o.dtype)
     loss = (o * weight).sum() + 0.5 * lse.masked_fill(lse.isinf(), 0).sum()
     return torch.autograd.grad(loss, tensors, **options)
-
-
-def same(xs, ys):
-    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------- schema and fakes
@@ -173,12 +172,6 @@ def test_backends_get_what_they_do_not_handle_themselves(room):
 # --------------------------------------------------------------------------------------------------------- compilation
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_first_compiled_call_is_one_graph_and_equals_eager(backend):
     tensors = inputs(grad=True)
@@ -255,14 +248,6 @@ def test_bad_offsets_are_seen_by_a_compiled_call():
 
 
 # ------------------------------------------------------------------------------------------------------- checkpointing
-
-
-@pytest.fixture
-def forward_calls(monkeypatch):
-    calls = []
-    forward = flamia.reference.forward
-    monkeypatch.setattr(flamia.reference, "forward", lambda *args: calls.append(1) or forward(*args))
-    return calls
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

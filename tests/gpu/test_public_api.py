@@ -9,6 +9,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 import functools
 
+from calls import same
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flamia
@@ -38,10 +39,6 @@ def run(q, k, v, do, cu=CU, call=None, **options):
     options = {"causal": True, "recipe": RECIPE, "return_lse": True, **options}
     o, lse = (call or flamia.attention_varlen)(*leaves, cu, **options)
     return [o, lse, *torch.autograd.grad(o, leaves, do)]
-
-
-def same(xs, ys):
-    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
 
 
 def test_auto_is_the_kernels():

@@ -5,11 +5,13 @@ import functools
 
 import pytest
 import torch
+from helpers import same
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flamia
-import flamia.reference
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 LENGTHS = (17, 1, 30, 12)
 CU = torch.tensor([0, 17, 18, 48, 60], dtype=torch.int32)
@@ -67,25 +69,6 @@ def backward(model, x=None, cu=CU, passes=1, call=None):
         x.grad = None
         loss.backward(retain_graph=i < passes - 1)
     return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
-
-
-def same(xs, ys):
-    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
-
-
-@pytest.fixture
-def forward_calls(monkeypatch):
-    calls = []
-    forward = flamia.reference.forward
-    monkeypatch.setattr(flamia.reference, "forward", lambda *args: calls.append(1) or forward(*args))
-    return calls
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8/strict", "mxfp8/strict,delta=compensated", "mxfp8/fast", "bf16"])

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from helpers import same
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import flamia
 from flamia import Recipe
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 DIM = 16
 
@@ -36,10 +39,6 @@ def gradients(layer, x, cu, call=None):
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
 
 
-def same(xs, ys):
-    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
-
-
 def packing(tokens, documents, seed):
     """Offsets of so many documents, some of them empty, and a tail that belongs to none."""
     generator = torch.Generator().manual_seed(seed)
@@ -49,14 +48,6 @@ def packing(tokens, documents, seed):
 
 def rows(tokens, seed):
     return torch.randn(tokens, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def test_fifty_packings_one_graph():

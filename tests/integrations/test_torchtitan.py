@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import same
 from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("torchtitan", reason="TorchTitan 0.3 is not installed (it needs Python 3.11)")
@@ -62,18 +63,6 @@ def gradients(model, **options):
     model.zero_grad()
     loss_of(model, **options).backward()
     return [p.grad.clone() for p in model.parameters()]
-
-
-def same(xs, ys):
-    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
-
-
-@pytest.fixture
-def forward_calls(monkeypatch):
-    calls = []
-    forward = flamia.reference.forward
-    monkeypatch.setattr(flamia.reference, "forward", lambda *args: calls.append(1) or forward(*args))
-    return calls
 
 
 # ------------------------------------------------------------------------------------------------------- the module

@@ -294,13 +294,6 @@ def test_the_audit_of_a_whole_model_is_clean():
 # ----------------------------------------------------------------------------------------------------- compilation
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(("kind", "most"), [("llama", None), ("mixed", 8)])
 def test_one_graph_for_all_packings(kind, most, fresh_compiler):
     net, ids = model(kind, registered("mxfp8/strict", max_documents=most)), tokens(1, 150)
