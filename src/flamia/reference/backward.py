@@ -41,7 +41,19 @@ def backward(
     diagnostics: a dict that receives what rounding did to the weights (diagnostics.py). wanted: which of the three to
     compute; the others come back zero.
     """
-    problem = Problem(q, k, v, do, documents, recipe, scale)
+    return pull(Problem(q, k, v, do, documents, recipe, scale), dlse, o, lse, residual, diagnostics, wanted)
+
+
+def pull(
+    problem: Problem,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    residual: Tensor,
+    diagnostics: dict | None = None,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward` of a call whose operands are encoded already, or will be when they are read."""
     if dlse is not None:
         problem.bad["q"] = problem.bad["q"] | ~dlse.t().isfinite()
     gradients = Gradients(problem, wanted)

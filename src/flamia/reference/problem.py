@@ -55,7 +55,7 @@ class Problem:
         if recipe.rotate:
             self.rotation = hadamard(q.shape[-1], q.device)
         self.spans = documents.spans()
-        used_q, used_k = (int(cu[-1]) for cu in (documents.cu_q, documents.cu_k))
+        used_q, used_k = self.spans[-1][1::2] if self.spans else (0, 0)
         self.tensors = {"q": _clean(q, used_q), "k": _clean(k, used_k), "v": _clean(v, used_k)}
         if g is not None:
             self.tensors["g"] = _clean(g, used_q)
