@@ -27,7 +27,7 @@ def test_flops_are_those_of_the_visible_pairs(name):
     """Two products forward, two operations a multiply-add."""
     workload = WORKLOADS[name]
     cu = torch.tensor([0, *workload.lengths]).cumsum(0).to(torch.int32)
-    pairs = visible_pairs(Documents(cu, cu, None, 0 if workload.causal else None))
+    pairs = visible_pairs(Documents(cu, cu, workload.window, 0 if workload.causal else None))
     assert workload.forward_flops == 2 * 2 * workload.dim * workload.heads * pairs
 
 
@@ -44,6 +44,14 @@ def test_ragged_lengths_are_as_promised():
     assert (starts % 8 != 0).float().mean() > 0.5
 
 
+def test_other_orders_and_lengths_are_the_same_work():
+    for name, group in (("log-uniform", "order"), ("16x4096", "skewed")):
+        for other in chosen([group]):
+            assert (other.tokens, other.pairs) == (WORKLOADS[name].tokens, WORKLOADS[name].pairs), other.name
+            assert other.lengths != WORKLOADS[name].lengths
+    assert len(chosen(["order"])) == len(chosen(["skewed"])) == 3
+
+
 def test_choosing():
     assert len(chosen(["packed"])) == 9
     assert [w.name for w in chosen(["64x1024", "ragged", "64x1024"])] == ["64x1024", "log-uniform"]
@@ -55,16 +63,15 @@ def test_choosing():
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_exact_is_the_textbook(causal, monkeypatch):
+@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 7)])
+def test_exact_is_the_textbook(causal, window, monkeypatch):
     monkeypatch.setattr(checks, "CHUNK", 16 * 40)
-    workload = dataclasses.replace(SMALL, causal=causal)
-    q, k, v, do, _ = workload.inputs("cpu")
+    q, k, v, do, _ = SMALL.inputs("cpu")
     cu = torch.tensor([0, 40], dtype=torch.int32)
     want = exact_attention(
-        q[:40], k[:40], v[:40], do[:40], None, Documents(cu, cu, None, 0 if causal else None), 16**-0.5
+        q[:40], k[:40], v[:40], do[:40], None, Documents(cu, cu, window, 0 if causal else None), 16**-0.5
     )
-    got = checks.exact(q[:40], k[:40, 0], v[:40, 0], do[:40], causal)
+    got = checks.exact(q[:40], k[:40, 0], v[:40, 0], do[:40], causal, window)
     for x, y in zip(got, (want[0], *want[2:])):
         assert torch.allclose(x.double(), y.view(x.shape), atol=1e-5)
 
@@ -92,9 +99,9 @@ def test_wrong_sums_are_found(spoil, fault):
     assert all(torch.equal(x, y) for x, y in zip(inputs, before))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_right_sums_are_believed(causal):
-    workload = dataclasses.replace(SMALL, causal=causal)
+@pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": 12}], ids=str)
+def test_right_sums_are_believed(changes):
+    workload = dataclasses.replace(SMALL, **changes)
     inputs = workload.inputs("cpu")
     verdict = checks.check(contender(workload, inputs), workload, inputs)
     assert not verdict.faults
@@ -217,6 +224,14 @@ def test_a_picture_of_an_earlier_report(command, clock, rivals, tmp_path, capsys
     assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in said
 
 
+def test_a_picture_goes_where_it_is_asked_for(clock, rivals, tmp_path):
+    pytest.importorskip("matplotlib")
+    source = tmp_path / "r.json"
+    source.write_text(json.dumps(run.bench([SMALL], rivals, rounds=3, device="cpu")))
+    run.main(["--plot", str(source), "--out", str(tmp_path / "there" / "x")])
+    assert (tmp_path / "there" / "x.png").is_file() and not (tmp_path / "r.png").exists()
+
+
 @pytest.mark.parametrize("text,said", [(None, "No such file"), ("{", "no report"), ("{}", "no report")])
 def test_no_picture_of_what_is_no_report(text, said, tmp_path):
     source = tmp_path / "r.json"
@@ -236,6 +251,9 @@ def test_peers_that_take_no_packs_say_so():
 def test_unknown_contenders_are_named():
     with pytest.raises(ValueError, match="flash-attn-4"):
         run.bench([SMALL], ["fa5"], device="cpu")
+    for options in (["--contenders", "fa5"], ["--workloads", "1x99"]):  # whether or not there is a GPU
+        with pytest.raises(SystemExit, match=f"{options[1]}' is not known"):
+            run.main(options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")

@@ -7,4 +7,6 @@ which needs nothing but torch and Triton.
     timing.py     CUDA graphs, events, interleaved rounds, peak memory
     run.py        one report
     report.py     the report as text, JSON, CSV; plots.py as a picture, on any machine
+    more.py       a second report: other workloads, share.py of quantisation, memory.py and model.py packed against padded
+    parallel.py   several cards against one
 """

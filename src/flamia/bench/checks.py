@@ -85,7 +85,7 @@ def differences(results: tuple[Tensor, ...], workload: Workload, inputs: Inputs)
     a, b = longest(workload)
     group = workload.heads // workload.kv_heads
     q, k, v, do, _ = inputs
-    want = exact(q[a:b, :group], k[a:b, 0], v[a:b, 0], do[a:b, :group], workload.causal)
+    want = exact(q[a:b, :group], k[a:b, 0], v[a:b, 0], do[a:b, :group], workload.causal, workload.window)
     found = []
     for x, y, heads in zip(results, want, (group, group, 1, 1)):
         x = x.reshape(workload.tokens, -1, workload.dim)[a:b, :heads].float()
@@ -94,17 +94,21 @@ def differences(results: tuple[Tensor, ...], workload: Workload, inputs: Inputs)
     return tuple(found)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, window: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, dq, dk, dv) in float32 of one document and one key head: q, dO (L, heads, D), k, v (L, D)."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return _exact(q, k.float(), v.float(), do, causal)
+        return _exact(q, k.float(), v.float(), do, causal, window)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _exact(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     length, heads, dim = q.shape
     scale = dim**-0.5
     o, dq = torch.empty_like(q, dtype=torch.float32), torch.empty_like(q, dtype=torch.float32)
@@ -118,6 +122,8 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[T
             p = x @ k[:end].T * scale
             if causal:
                 p[:, a:b].masked_fill_(torch.ones(b - a, b - a, dtype=torch.bool, device=p.device).triu_(1), -torch.inf)
+            if window is not None:
+                p.masked_fill_(torch.ones_like(p, dtype=torch.bool).tril_(a - window - 1), -torch.inf)
             p = p.softmax(-1)
             o[a:b, h] = p @ v[:end]
             dv[:end] += p.T @ g

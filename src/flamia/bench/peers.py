@@ -73,9 +73,10 @@ def ours(workload: Workload, inputs: Inputs) -> Contender:
     import flamia
 
     cu = inputs[4]
+    window = None if workload.window is None else (workload.window, 0)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flamia.attention_varlen(q, k, v, cu, causal=workload.causal)
+        out = flamia.attention_varlen(q, k, v, cu, causal=workload.causal, window=window)
         assert isinstance(out, Tensor)
         return out
 
@@ -90,7 +91,8 @@ def flash_attention_4(workload: Workload, inputs: Inputs) -> Contender:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = function(
-            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=workload.causal
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
+            causal=workload.causal, window_size=(workload.window, None),
         )  # fmt: skip
         return found[0] if isinstance(found, (tuple, list)) else found
 
@@ -103,7 +105,11 @@ def torch_varlen(workload: Workload, inputs: Inputs) -> Contender:
     names = inspect.signature(function).parameters
     cu, longest = inputs[4], max(workload.lengths)
     options: dict[str, Any] = {}
-    if workload.causal:
+    if workload.window is not None:
+        if "window_size" not in names:
+            raise Refused("this torch's varlen_attn has no window")
+        options = {"window_size": (workload.window, 0)}
+    elif workload.causal:
         options = {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
     if workload.heads != workload.kv_heads:
         if "enable_gqa" not in names:
@@ -119,6 +125,8 @@ def torch_varlen(workload: Workload, inputs: Inputs) -> Contender:
 def dense(workload: Workload) -> tuple[int, int]:
     if workload.batch is None:
         raise Refused("takes batches of one length only")
+    if workload.window is not None:
+        raise Refused("is asked for no windows here")
     return workload.batch
 
 

@@ -79,7 +79,8 @@ def means(found: dict[str, Any], group: str | None = "packed") -> dict[str, dict
 def lines(row: dict[str, Any]) -> str:
     """One workload as text."""
     shape = f"{row['heads']}/{row['kv_heads']} heads of {row['dim']}{'' if row['causal'] else ', not causal'}"
-    out = [f"{row['name']}   {row['tokens']:,} tokens, {row['documents']} documents, {shape}; {row['rounds']} rounds"]
+    documents = f"{row['documents']} document{'s' if row['documents'] != 1 else ''}"
+    out = [f"{row['name']}   {row['tokens']:,} tokens, {documents}, {shape}; {row['rounds']} rounds"]
     for name, entry in row["contenders"].items():
         cells = [f"  {name:14s}"]
         for kind in ("forward", "train"):

@@ -47,6 +47,7 @@ def measure(
     inputs = workload.inputs(device)
     row: dict[str, Any] = {"name": workload.name, "group": workload.group, "tokens": workload.tokens}
     row |= {"documents": len(workload.lengths), "longest": max(workload.lengths), "causal": workload.causal}
+    row |= {"window": workload.window, "pairs": workload.pairs}
     row |= {"heads": workload.heads, "kv_heads": workload.kv_heads, "dim": workload.dim}
     row |= {"contenders": {}, "refused": {}, "ratios": {}}
     timed: dict[str, dict[str, timing.Timed]] = {}
@@ -91,6 +92,13 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removeprefix("Refused: ")
 
 
+def known(names: Sequence[str]) -> list[str]:
+    for name in names:
+        if name not in CONTENDERS:
+            raise ValueError(f"contender {name!r} is not known: take {', '.join(CONTENDERS)}")
+    return list(names)
+
+
 def bench(
     workloads: Sequence[Workload],
     names: Sequence[str],
@@ -104,9 +112,7 @@ def bench(
 
     seconds: for everything, compilation and checks included. No workload is begun after them; those are listed.
     """
-    for name in names:
-        if name not in CONTENDERS:
-            raise ValueError(f"contender {name!r} is not known: take {', '.join(CONTENDERS)}")
+    known(names)
     started = time.monotonic()
     found: dict[str, Any] = report.surroundings(device, commit)
     found |= {"settings": {"rounds": rounds, "seconds": seconds, "contenders": list(names)}, "workloads": []}
@@ -132,9 +138,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--rounds", type=int, default=9, help="at most; three are always run")
     made.add_argument("--seconds", type=float, default=600.0, help="for everything, compilation included")
-    made.add_argument("--out", default="out/bench", help="writes OUT.json, OUT.csv and, with matplotlib, OUT.png")
+    made.add_argument("--out", help="writes OUT.json, OUT.csv and, with matplotlib, OUT.png; default: out/bench")
     made.add_argument("--commit", help="what to call this version, where git is not at hand")
-    made.add_argument("--plot", metavar="JSON", help="draw an earlier report beside it, as .png, and time nothing")
+    made.add_argument(
+        "--plot", metavar="JSON", help="draw an earlier report, as OUT.png or beside it, and time nothing"
+    )
     return made
 
 
@@ -143,17 +151,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.plot:
         source = Path(options.plot)
         try:
-            print(report.plot(json.loads(source.read_text(encoding="utf-8")), source.with_suffix(".png")))
+            earlier = json.loads(source.read_text(encoding="utf-8"))
+            picture = Path(options.out + ".png") if options.out else source.with_suffix(".png")
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            print(report.plot(earlier, picture))
         except (OSError, UnicodeDecodeError) as error:
             sys.exit(f"flamia bench: --plot: {error}")
         except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError):
             sys.exit(f"flamia bench: --plot: {source} is no report of flamia bench")
         return
-    if not torch.cuda.is_available():
-        sys.exit("flamia bench times kernels on a GPU; this machine has none that torch can see")
     try:
         workloads = chosen([name.strip() for name in options.workloads.split(",")])
-        names = [name.strip() for name in options.contenders.split(",")]
+        names = known([name.strip() for name in options.contenders.split(",")])
+        if not torch.cuda.is_available():
+            sys.exit("flamia bench times kernels on a GPU; this machine has none that torch can see")
         found = bench(
             workloads, names, options.rounds, options.seconds, commit=options.commit,
             say=lambda text: print(text, file=sys.stderr, flush=True),
@@ -163,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (Refused, ValueError) as error:
         sys.exit(f"flamia bench: {error}")
     print(report.text(found))
-    for path in report.write(found, Path(options.out)):
+    for path in report.write(found, Path(options.out or "out/bench")):
         print(path)
 
 

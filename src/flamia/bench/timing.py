@@ -40,8 +40,9 @@ def synchronize() -> None:
     torch.cuda.synchronize()
 
 
-def capture(fn: Callable[[], Any]) -> Timed:
-    """The call as a graph, or as it is with the reason why it is not one."""
+def capture(fn: Callable[[], Any], looked_at: bool = True) -> Timed:
+    """The call as a graph, or as it is with the reason why it is not one. looked_at: whether what it returns are results
+    that a replay must write; a part of a call may have none to show."""
     stream = torch.cuda.current_stream()
     try:
         side = torch.cuda.Stream()
@@ -53,6 +54,10 @@ def capture(fn: Callable[[], Any]) -> Timed:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             results = fn()
+        if not looked_at:
+            graph.replay()
+            synchronize()
+            return Timed(_Replay(graph, results), "graph")
         results = (results,) if isinstance(results, Tensor) else tuple(results)
         with torch.no_grad():
             for x in results:
@@ -71,7 +76,7 @@ def capture(fn: Callable[[], Any]) -> Timed:
 @dataclass(frozen=True)
 class _Replay:
     graph: Any
-    results: tuple[Tensor, ...]  # a graph's memory lives as long as they
+    results: Any  # a graph's memory lives as long as they
 
     def __call__(self) -> None:
         self.graph.replay()
