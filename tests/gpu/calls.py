@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -86,3 +87,14 @@ def run_alone(q, k, v, do, dlse, documents, span):
     q0, q1, k0, k1 = span
     alone = Documents(offsets([q1 - q0]), offsets([k1 - k0]), documents.left, documents.right)
     return run(q[q0:q1], k[k0:k1], v[k0:k1], do[q0:q1], None if dlse is None else dlse[:, q0:q1], alone)
+
+
+@contextmanager
+def no_waiting():
+    """Any wait of the host for the device that torch knows of is an error here."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,5 +1,5 @@
 """The kernels inside training stacks: packings that change under torch.compile without a wait for the device, CUDA graphs of
-whole steps, checkpointing, and, where they are installed, transformers and TorchTitan."""
+whole steps, checkpointing. transformers and TorchTitan have files of their own beside this one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
 
-from calls import error, offsets, same
+from calls import error, no_waiting, offsets, same
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -60,17 +60,6 @@ def step(layer, x, cu, call=None):
     y = (layer if call is None else call)(x, cu)
     y.backward(x.detach())
     return [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
-
-
-@contextmanager
-def no_waiting():
-    """Any wait of the host for the device that torch knows of is an error here."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_wait_would_be_noticed():
@@ -236,87 +225,3 @@ def test_opcheck(operator):
     assert saved.numel() > 0
     arguments = (torch.randn_like(o), None, q, k, None, o, lse, residual, cu, cu, *options, True, True, True, saved)
     torch.library.opcheck(ops.attention_backward, arguments)
-
-
-# ------------------------------------------------------------------------------------------------------ other libraries
-
-
-def positions(*lengths: int) -> torch.Tensor:
-    return torch.cat([torch.arange(n) for n in lengths])[None].cuda()
-
-
-@functools.cache
-def llama(name: str, layers: int = 2, dtype=torch.bfloat16):
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=256, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.05, use_cache=False, pad_token_id=None, bos_token_id=None,
-        eos_token_id=None,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, attn_implementation=name).to("cuda", dtype)
-
-
-def hf_step(model, ids, where, call=None):
-    model.zero_grad()
-    logits = (model if call is None else call)(input_ids=ids, position_ids=where).logits
-    logits.float().square().mean().backward()
-    return [logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])]
-
-
-def test_transformers():
-    """A step near the eager attention's; then, compiled, packings that change without a wait."""
-    pytest.importorskip("transformers", minversion="5.0")
-    from flamia.integrations.transformers import register
-
-    name = register(name="flamia card", max_documents=8)
-    model, exact = llama(name), llama("eager", dtype=torch.float32)
-    exact.load_state_dict(model.state_dict())
-    ids = torch.randint(0, 97, (1, 700), generator=torch.Generator().manual_seed(0)).cuda()
-    packings = [positions(700), positions(300, 1, 399), positions(128, 128, 444), positions(*[100] * 7)]
-    for where in packings[:2]:
-        got, want = hf_step(model, ids, where), hf_step(exact, ids, where)
-        assert error(got[0], want[0].double()) < 0.08 and error(got[1], want[1].double()) < 0.12
-    model = llama(name, layers=1)  # half the time to compile
-    plain = [hf_step(model, ids, where) for where in packings]
-    counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    hf_step(model, ids, packings[0], compiled)
-    with no_waiting():
-        results = [hf_step(model, ids, where, compiled) for where in packings]
-    assert counter.frame_count == 1
-    for got, want in zip(results, plain, strict=True):
-        assert all(error(x, y.double()) < 0.02 for x, y in zip(got, want, strict=True))
-
-
-def test_torchtitan():
-    """Its debug Qwen3 (head size 128) trains, with the list of saved operators extended and its blocks compiled."""
-    pytest.importorskip("torchtitan")
-    from torchtitan.models.qwen3 import model_registry
-
-    from flamia.integrations.torchtitan import AttentionConverter, SelectiveAC
-
-    torch.manual_seed(0)
-    config = model_registry("debugmodel", attn_backend="varlen", converters=[AttentionConverter.Config()]).model
-    config.layers = config.layers[:2]
-    with torch.device("cuda"):
-        model = config.build()
-    model.init_states(buffer_device=torch.device("cuda"))
-    SelectiveAC.Config().build().apply(model)
-    for name, block in model.layers.named_children():
-        model.layers.register_module(name, torch.compile(block, fullgraph=True))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 256, (2, 513), generator=torch.Generator().manual_seed(0)).cuda()
-    losses = []
-    for lengths in ((512,), (200, 312), (1, 511), (100, 412)) * 3:
-        where = positions(*lengths).expand(2, -1)
-        masks = model.get_attention_masks(positions=where)
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = model(tokens[:, :-1], positions=where, attention_masks=masks)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < 0.8 * losses[0]
