@@ -13,7 +13,7 @@ import torch.distributed.fsdp
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
-pytest.importorskip("torchtitan")
+pytest.importorskip("torchtitan", minversion="0.3")
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     torch.distributed.fsdp.DataParallelMeshDims = object
 

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from helpers import same
 from torch._dynamo.testing import CompileCounterWithBackend
 
-pytest.importorskip("torchtitan", reason="TorchTitan 0.3 is not installed (it needs Python 3.11)")
+pytest.importorskip("torchtitan", minversion="0.3", reason="TorchTitan 0.3 is not installed (it needs Python 3.11)")
+if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # torch 2.11; wanted for several GPUs only
+    torch.distributed.fsdp.DataParallelMeshDims = object
 
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.models.common.attention import (
