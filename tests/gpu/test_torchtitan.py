@@ -7,6 +7,12 @@ stand-in takes its place.
 
 from __future__ import annotations
 
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -162,6 +168,19 @@ def test_sinks_through_the_out_transform_are_differentiated():
     want = [exact, *torch.autograd.grad(exact.square().sum(), leaves)]
     assert all(error(x.reshape(y.shape), y) < 0.1 for x, y in zip(got, want, strict=True))
     assert got[-1].abs().min() > 0
+
+
+def test_torchtitan_s_trainer(tmp_path):
+    """Its data loader, FSDP on one rank, optimizer and selective checkpointing, around Qwen3's debug model."""
+    for name in ("datasets", "torchdata", "tensorboard"):
+        pytest.importorskip(name, reason="TorchTitan's trainer needs it")
+    script = pathlib.Path(__file__).parents[1] / "integrations" / "titan_run.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, script, tmp_path, "qwen3", "cuda"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    losses = json.loads(run.stdout.splitlines()[-1])
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.3
 
 
 def test_a_head_size_without_a_kernel_is_told():

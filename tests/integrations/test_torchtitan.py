@@ -213,7 +213,9 @@ def test_compiled_blocks_do_not_recompile_when_packings_change():
 
 def test_torchtitan_s_trainer(tmp_path):
     script = Path(__file__).with_name("titan_run.py")
-    run = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=250)
+    run = subprocess.run(
+        [sys.executable, script, tmp_path, "llama3", "cpu"], capture_output=True, text=True, timeout=250
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     losses = json.loads(run.stdout.splitlines()[-1])
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.3

@@ -1,11 +1,14 @@
-"""TorchTitan's own trainer on a CPU: `python titan_run.py FOLDER` trains the debug model and prints its losses as JSON.
+"""TorchTitan's own trainer: `python titan_run.py FOLDER llama3 cpu` (or qwen3, or cuda) trains a debug model and prints its
+losses as JSON.
 
 A script, since the trainer starts torch.distributed. TorchTitan asks for an accelerator; a stand-in answers for the CPU.
 Steps are taken one by one: after its first step `Trainer.train` of 0.3.0 calls `torch.distributed.set_timeout`, which
-released versions of torch up to 2.13 do not have.
+released versions of torch up to 2.13 do not have. Torch 2.11 lacks a name that is imported for several GPUs, and its FSDP does
+not go with TorchTitan's loss in chunks: there, the loss is computed whole.
 """
 
 import collections
+import importlib
 import json
 import os
 import sys
@@ -13,10 +16,12 @@ import types
 from pathlib import Path
 
 import torch
+import torch.distributed.fsdp
 import torchtitan.tools.utils
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 STEPS = 4
+OLD = not hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 
 
 class Device(types.ModuleType):
@@ -54,21 +59,26 @@ def prepare(folder: Path) -> None:
     (folder / "data" / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, family: str, device: str) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", HF_DATASETS_OFFLINE="1")
     os.environ["MASTER_PORT"] = str(20_000 + os.getpid() % 20_000)
-    torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", Device("cpu")
-    from torchtitan.models.llama3 import model_registry
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn
-
+    if device == "cpu":
+        torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", Device("cpu")
+    if OLD:
+        torch.distributed.fsdp.DataParallelMeshDims = object
+    registry = importlib.import_module(f"torchtitan.models.{family}")
+    configurations = importlib.import_module(f"torchtitan.models.{family}.config_registry")
     from flamia.integrations.torchtitan import Attention, AttentionConverter, SelectiveAC
 
     prepare(folder)
-    config = llama3_debugmodel_varlen_attn()
-    converters = [AttentionConverter.Config(recipe="mxfp8/strict")]
-    config.model_spec = model_registry("debugmodel", attn_backend="varlen", converters=converters)
+    config = getattr(configurations, f"{family}_debugmodel")()
+    converters = [AttentionConverter.Config(recipe="mxfp8/strict" if device == "cpu" else "")]
+    config.model_spec = registry.model_registry("debugmodel", attn_backend="varlen", converters=converters)
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.activation_checkpoint = SelectiveAC.Config()
+    config.training.disable_cuda_graphs = True  # as for its own varlen attention: numbers of documents change
+    if OLD:
+        config.loss = config.loss.loss_fn
     config.hf_assets_path, config.dump_folder = str(folder), str(folder / "out")
     config.dataloader.dataset_path = str(folder / "data")
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 1, 128, STEPS
@@ -87,4 +97,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
