@@ -14,17 +14,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flamia.study.attention import Arithmetic, dense, folded
 from flamia.study.plan import EXACT, TORCH, Run, Settings
 from flamia.study.text import Text, batches, targets
 from flamia.train.config import TrainConfig
-from flamia.train.data import Batch
+from flamia.train.data import IGNORED, Batch
 from flamia.train.evaluate import attention_for
 from flamia.train.model import Attend, Decoder
 
 EAGER_STEPS, TIMED_STEPS, LOOK = 3, 5, 50
+AT_ONCE = 32
+"""Documents in one forward where nothing is trained."""
 SHORTEST = EAGER_STEPS + TIMED_STEPS
 Say = Callable[[str], None]
 
@@ -41,12 +44,21 @@ def attention_of(run: Run, length: int) -> Attend:
     return folded(run.arithmetic, length)
 
 
+def batch_of(pieces: Tensor, device: torch.device) -> Batch:
+    """Documents (count, length) uint8 as a packed batch."""
+    count, length = pieces.shape
+    offsets = torch.arange(count + 1, dtype=torch.int32) * length
+    positions = torch.arange(length).repeat(count)
+    batch = Batch(pieces.long().flatten(), targets(pieces).flatten(), positions, offsets, (length,) * count)
+    return batch.to(device)
+
+
 class Engine:
     """A model with its optimiser and a batch whose memory stays where it is."""
 
     def __init__(self, run: Run, settings: Settings, text: Text, device: torch.device) -> None:
         self.run, self.settings, self.device = run, settings, device
-        tokens, length = settings.documents * settings.length, settings.length
+        length = settings.length
         self.attend = attention_of(run, length)
         self.exact = folded(Arithmetic.of(EXACT, sink=run.arithmetic.sink), length)
         self.model = Decoder(settings.shape, run.seed).to(device)
@@ -54,21 +66,17 @@ class Engine:
             settings.shape, learning_rate=settings.learning_rate, final_rate=settings.final_rate, warmup=settings.warmup,
             steps=settings.steps,
         )  # fmt: skip
-        self.rate = torch.tensor(0.0, device=device)
         matrices = [weight for weight in self.model.parameters() if weight.dim() > 1]
         vectors = [weight for weight in self.model.parameters() if weight.dim() == 1]
         on_card = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=self.rate, betas=(0.9, 0.95), fused=True, capturable=on_card,
+            lr=torch.tensor(0.0, device=device), betas=(0.9, 0.95), fused=True, capturable=on_card,
         )  # fmt: skip
         self.train = batches(text.train, settings.documents, settings.steps).flatten(1).to(device)
         self.train_targets = targets(batches(text.train, settings.documents, settings.steps)).flatten(1).to(device)
-        self.held_out = batches(text.held_out, settings.documents, settings.final_batches)
-        positions = torch.arange(length, device=device).repeat(settings.documents)
-        offsets = torch.arange(settings.documents + 1, dtype=torch.int32, device=device) * length
-        zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.batch = Batch(zeros, zeros.clone(), positions, offsets, (length,) * settings.documents)
+        self.held_out = text.held_out[: settings.final_documents]
+        self.batch = batch_of(torch.zeros(settings.documents, length, dtype=torch.uint8), device)
         self.found = torch.zeros(2, device=device)
         self.history = torch.full((settings.steps, 2), math.nan, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -93,7 +101,8 @@ class Engine:
     def place(self, step: int) -> None:
         self.batch.tokens.copy_(self.train[step])
         self.batch.targets.copy_(self.train_targets[step])
-        self.rate.fill_(self.schedule.rate(step))
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(self.schedule.rate(step))
 
     def advance(self, step: int) -> None:
         self.place(step)
@@ -134,20 +143,17 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------------- judging
 
-    def held_out_batch(self, index: int) -> Batch:
-        tokens = self.held_out[index]
-        self.batch.tokens.copy_(tokens.flatten())
-        self.batch.targets.copy_(targets(tokens).flatten())
-        return self.batch
-
     @torch.no_grad()
-    def losses(self, attend: Attend, count: int) -> list[float]:
-        """Mean loss of each of the first held-out batches, nats per byte."""
+    def losses(self, attend: Attend, documents: int) -> list[float]:
+        """Mean loss of each of the first held-out documents, nats per byte."""
         found = []
         with self.autocast():
-            for index in range(count):
-                found.append(self.model.loss(self.held_out_batch(index), attend).double())
-        return [round(x, 6) for x in torch.stack(found).tolist()]
+            for pieces in self.held_out[:documents].split(AT_ONCE):
+                batch = batch_of(pieces, self.device)
+                logits = self.model(batch, attend).float()
+                each = F.cross_entropy(logits, batch.targets, ignore_index=IGNORED, reduction="none")
+                found.append(each.view(pieces.shape).sum(1, dtype=torch.float64) / (pieces.shape[1] - 1))
+        return [round(x, 5) for x in torch.cat(found).tolist()]
 
     def diagnose(self) -> list[dict[str, float]]:
         """What rounding does to U in each layer, first layer first, on one held-out batch."""
@@ -155,7 +161,7 @@ class Engine:
         seen: list[dict[str, Any]] = []
         watched = folded(arithmetic, self.settings.length, seen)
         with self.autocast():
-            loss = self.model.loss(self.held_out_batch(0), watched)
+            loss = self.model.loss(batch_of(self.held_out[: self.settings.documents], self.device), watched)
         torch.autograd.grad(loss, [self.model.embedding.weight])
         return [_told(layer) for layer in reversed(seen)]
 
@@ -197,7 +203,7 @@ def execute(
         if settings.diagnose_every and done % settings.diagnose_every == 0:
             result["diagnostics"].append({"step": done, "layers": engine.diagnose()})
         if settings.evaluate_every and done % settings.evaluate_every == 0:
-            pair = [engine.losses(attend, settings.evaluate_batches) for attend in (engine.attend, engine.exact)]
+            pair = [engine.losses(attend, settings.evaluate_documents) for attend in (engine.attend, engine.exact)]
             own, exact = (math.fsum(losses) / len(losses) for losses in pair)
             result["validation"].append({"step": done, "own": round(own, 6), "exact": round(exact, 6)})
 
@@ -220,8 +226,8 @@ def execute(
 
 
 def judge(result: dict[str, Any], engine: Engine) -> None:
-    """Losses of the finished model, batch by batch, through its own attention, the exact one, and others."""
-    count, run, length = engine.settings.final_batches, engine.run, engine.settings.length
+    """Losses of the finished model, document by document, through its own attention, the exact one, and others."""
+    count, run, length = engine.settings.final_documents, engine.run, engine.settings.length
     result["own"] = engine.losses(engine.attend, count)
     result["exact"] = engine.losses(engine.exact, count)
     result["through"] = {recipe: engine.losses(folded(Arithmetic.of(recipe), length), count) for recipe in run.through}
@@ -246,7 +252,7 @@ def activations(engine: Engine, layers: tuple[int, ...], heads: tuple[int, ...],
         return o
 
     with engine.autocast():
-        loss = engine.model.loss(engine.held_out_batch(0), attend)
+        loss = engine.model.loss(batch_of(engine.held_out[: engine.settings.documents], engine.device), attend)
     torch.autograd.grad(loss, [engine.model.embedding.weight])
     offsets = torch.arange(documents + 1, dtype=torch.int32) * length
     return {"layers": kept, "cu_seqlens": offsets, "heads": heads}

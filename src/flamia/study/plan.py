@@ -31,8 +31,8 @@ class Settings:
     weight_decay: float = 0.1
     clip: float = 1.0
     evaluate_every: int = 100
-    evaluate_batches: int = 8
-    final_batches: int = 32
+    evaluate_documents: int = 64
+    final_documents: int = 512
     diagnose_every: int = 0
 
 

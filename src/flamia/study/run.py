@@ -86,8 +86,8 @@ def prepared(options: argparse.Namespace) -> list[Study]:
         settings = study.settings
         if options.tiny:
             settings = replace(
-                settings, shape=TINY, length=256, documents=2, steps=12, warmup=2, evaluate_every=6, evaluate_batches=1,
-                final_batches=2, diagnose_every=6 if settings.diagnose_every else 0,
+                settings, shape=TINY, length=256, documents=2, steps=12, warmup=2, evaluate_every=6, evaluate_documents=1,
+                final_documents=2, diagnose_every=6 if settings.diagnose_every else 0,
             )  # fmt: skip
         changes = {"steps": options.steps, "documents": options.documents}
         settings = replace(settings, **{key: value for key, value in changes.items() if value})
