@@ -308,3 +308,15 @@ def test_progress_is_a_bar_on_a_terminal():
     with console.Progress(stream=stream) as progress:
         progress.lane("work").update(2, 2, "the last item")
     assert "work" in stream.text and "2/2" in stream.text and "the last item" in stream.text
+
+
+def test_the_version(flamia):
+    import flamia as package
+
+    assert flamia("--version") == (0, f"flamia {package.__version__}\n", "")
+
+
+def test_numbers_in_sentences():
+    from flamia.words import amount
+
+    assert [amount(n, "rank") for n in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]

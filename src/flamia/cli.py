@@ -23,13 +23,13 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"flamia: the command line needs {error.name}: pip install 'flamia[cli]'") from None
 
+from flamia import __version__
 from flamia.cli_audit import audit
 from flamia.cli_options import Data, Device, JsonFlag, Recipes, Seed, Threads, check_device, print_wide, set_threads
 from flamia.console import Lane, MissingExtra, Progress, emit, require
 from flamia.recipe import CONTROLS, Recipe
 
 app = typer.Typer(
-    help="8- and 4-bit attention that trains and cannot see the future.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,6 +46,21 @@ def trained_text(text: str) -> str:
     from flamia.train.evaluate import TORCH
 
     return TORCH if text == TORCH else recipe_text(text)
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"flamia {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """8- and 4-bit attention that trains and cannot see the future."""
 
 
 @app.command()

@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flamia.words import amount
+
 from . import checks, timing
 from .peers import CONTENDERS, OURS
 from .workloads import Workload, log_uniform
@@ -84,7 +86,7 @@ def quotients(calls: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lines(row: dict[str, Any]) -> str:
-    out = [f"memory of {row['name']}: {row['documents']} document{'s' if row['documents'] != 1 else ''}"]
+    out = [f"memory of {row['name']}: {amount(row['documents'], 'document')}"]
     for c in row["calls"]:
         what = f"{c['who']} {'padded' if c['padded'] else 'packed'}, {c['rows']:,} rows"
         text = (

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from flamia.words import amount
+
 from .peers import OURS
 
 PACKAGES = ("triton", "flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
@@ -79,8 +81,8 @@ def means(found: dict[str, Any], group: str | None = "packed") -> dict[str, dict
 def lines(row: dict[str, Any]) -> str:
     """One workload as text."""
     shape = f"{row['heads']}/{row['kv_heads']} heads of {row['dim']}{'' if row['causal'] else ', not causal'}"
-    documents = f"{row['documents']} document{'s' if row['documents'] != 1 else ''}"
-    out = [f"{row['name']}   {row['tokens']:,} tokens, {documents}, {shape}; {row['rounds']} rounds"]
+    sizes = f"{amount(row['tokens'], 'token')}, {amount(row['documents'], 'document')}"
+    out = [f"{row['name']}   {sizes}, {shape}; {amount(row['rounds'], 'round')}"]
     for name, entry in row["contenders"].items():
         cells = [f"  {name:14s}"]
         for kind in ("forward", "train"):

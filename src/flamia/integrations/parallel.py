@@ -39,6 +39,7 @@ from flamia.integrations.parallel_plan import Piece, Plan
 from flamia.integrations.parallel_wire import Field, coded, gather
 from flamia.recipe import Recipe
 from flamia.validation import OPEN, UnsupportedError
+from flamia.words import amount
 
 Item = tuple[Piece, tuple[int, int], tuple[int, int]]
 """A piece, and the positions of the queries and of the keys that its part of a call reads."""
@@ -191,7 +192,8 @@ class ContextParallel:
         if others:
             raise ValueError(
                 f"rank {self.rank} was given other cu_seqlens, recipe or window than ranks {others}; all must be given "
-                f"those of the whole packed buffer. Here: {len(offsets) - 1} documents, {offsets[-1]} tokens, {self.recipe}"
+                f"those of the whole packed buffer. Here: {amount(len(offsets) - 1, 'document')}, "
+                f"{amount(int(offsets[-1]), 'token')}, {self.recipe}"
             )
 
     def _place(self) -> None:

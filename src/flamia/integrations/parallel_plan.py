@@ -16,6 +16,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flamia.words import amount
+
 TOLERANCE = 0.03
 """How far the busiest rank may lie above the mean before one more document is cut."""
 FEW_BLOCKS = 8
@@ -93,8 +95,9 @@ class Plan:
     def __str__(self) -> str:
         mean = max(1.0, sum(self.pairs) / self.ranks)
         return (
-            f"{len(self.lengths)} documents, {sum(self.lengths):,} tokens on {self.ranks} ranks; the busiest has "
-            f"{max(self.pairs) / mean:.3f} of the mean pairs; {len(self.shared)} documents are shared; tokens {self.tokens}"
+            f"{amount(len(self.lengths), 'document')}, {amount(sum(self.lengths), 'token')} on {amount(self.ranks, 'rank')}; the "
+            f"busiest has {max(self.pairs) / mean:.3f} of the mean pairs; {amount(len(self.shared), 'shared document')}; "
+            f"tokens {self.tokens}"
         )
 
 
