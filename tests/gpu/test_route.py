@@ -79,6 +79,16 @@ def test_not_finite_tokens_stay_where_they_are(case, which, bad):
         assert got_kv[reached, 0].isnan().all()
 
 
+def test_a_query_that_is_not_finite_and_sees_no_key():
+    """O is zero and LSE -inf there, whether its block has rows that see keys or not."""
+    q, k, v, do, dlse, documents = make("more queries")  # of 500 rows the first 400 see none of 100 keys
+    clean = run(q, k, v, do, dlse, documents)
+    assert (clean[1][:, :400] == -torch.inf).all() and clean[1][:, 400:500].isfinite().all()
+    for row in (0, 383, 384, 399):  # the last two share a block with rows that do
+        q[row, 0, 7] = torch.nan
+    assert all(torch.equal(a, b) for a, b in zip(run(q, k, v, do, dlse, documents), clean))
+
+
 def test_strided_inputs_and_expanded_gradients():
     q, k, v, do, dlse, documents = make("one", tail=0)
     plain = run(q, k, v, do, dlse, documents)

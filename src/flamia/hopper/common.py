@@ -97,7 +97,7 @@ def pass_over(count, i, full, empty, ST: gl.constexpr):
 # some 300 cycles with two barriers; the hardware's reducing barrier takes one. The result is uniform, so it may steer a
 # branch, but has to reach Gluon as a scalar: it waits in a register of the machine language, declared once per kernel.
 _VOTE = (
-    "{ .reg .pred p, q; .reg .f32 t; max.f32 t, $2, $3; setp.ge.f32 q, t, $4; "
+    "{ .reg .pred p, q; .reg .f32 t; max.NaN.f32 t, $2, $3; setp.geu.f32 q, t, $4; "
     "barrier.cta.red.or.pred p, BARRIER, 128, q; selp.b32 flamia_vote, 1, 0, p; mov.b32 $0, 0; mov.b32 $1, 0; }"
 )
 VOTE_0, VOTE_1 = (gl.constexpr(_VOTE.replace("BARRIER", barrier)) for barrier in ("12", "13"))
@@ -114,7 +114,7 @@ def declare_vote():
 
 @gluon.jit
 def vote(c, x, limit):
-    """All 128 threads of warpgroup c: does any hold an x (two FP32 numbers a thread) of at least `limit`?"""
+    """All 128 threads of warpgroup c: does any hold an x (two FP32 numbers a thread) of at least `limit`, or NaN?"""
     if c == 0:
         gl.inline_asm_elementwise(VOTE_0, "=r,=r,r,r,r,r", [x, limit], dtype=gl.int32, is_pure=False, pack=2)
     else:

@@ -41,7 +41,7 @@ from .common import (
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 LAG = gl.constexpr(6.0)  # in powers of two; reference/ has the same in Recipe.lag
-PEAK = gl.constexpr(2.0**LAG.value)  # a partial sum below it holds no weight above 2^LAG
+PEAK = gl.constexpr(2.0**LAG.value - 1)  # a partial sum below it holds no weight above 2^LAG, whatever exp2 makes of the last bits
 
 
 @gluon.jit
@@ -174,7 +174,7 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, slots, q_full, q_empty, k_fu
             full_first = gl.minimum(gl.maximum(full_first, first), full_end)
         local = c * 64 + gl.arange(0, 64, layout=RL)
         row = position + local
-        a = qf.index(c).load(RL)
+        a = gl.where(row + right < 0, 1.0, qf.index(c).load(RL))  # sees no key: not finite for no reason of its own
         if HOLD:
             q = qs.index(c).load(gl.DotOperandLayout(0, SL, 4))
             mbarrier.arrive(q_empty, count=1)  # all is in registers: the next item's may come
