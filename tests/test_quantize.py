@@ -1,19 +1,20 @@
 """Groups, scales and codes, against loops over documents."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from helpers import documents, randn
 
-from flamia.formats import E2M1, E4M3, decode, exp2_int, round_to, scale_exponent
-from flamia.quantize import NVFP4_LARGEST, hadamard, quantize
+from flamia.formats import E2M1, E4M3, MAX_EXPONENT, MIN_EXPONENT, decode, exp2_int, round_to, scale_exponent
+from flamia.quantize import COARSE, NVFP4_LARGEST, hadamard, quantize
 
 LENGTHS = [3, 0, 70, 1, 33, 128, 5]
 ROWS = sum(LENGTHS)
 CELLS = [
     f"{f}:{g}" for f in ("e4m3", "e2m1") for g in ("block", "token", "feature32", "stripe32", "stripe16", "tensor")
-]
+] + ["e4m3:coarse"]
 
 
 def ragged(rows=ROWS, heads=2, dim=40, seed=0):
@@ -50,11 +51,14 @@ def test_codes_and_scales_group_by_group(cell):
     for rows, columns in whole if cell.endswith("tensor") else groups(cell.split(":")[1], x.shape[2]):
         for h in range(x.shape[1]) if not cell.endswith("tensor") else [slice(None)]:
             part = x[rows, h, columns].double()
-            scale = exp2_int(scale_exponent(part.abs().amax(), fmt))
+            exponent = scale_exponent(part.abs().amax(), fmt)
+            if cell.endswith("coarse"):
+                exponent = torch.tensor(4 * math.ceil(exponent.item() / 4))
+            scale = exp2_int(exponent)
             expected[rows, h, columns] = round_to(part / scale, fmt) * scale
     assert torch.equal(got.values, expected)
     assert torch.equal(decode(got.codes, fmt, torch.float64) * got.scale, expected)
-    assert (got.exponent is not None) == (cell.split(":")[1] in ("block", "token", "tensor"))
+    assert (got.exponent is not None) == (cell.split(":")[1] in ("block", "token", "coarse", "tensor"))
 
 
 @pytest.mark.parametrize("geometry", ["feature16", "stripe16"])
@@ -130,6 +134,55 @@ def test_zero_tokens_and_groups_of_zeros():
     assert torch.equal(got.values, x.double())
     assert got.nonzero[:, 0].tolist() == [False] * 32 + [True] * 8
     assert got.exponent[:32].unique().tolist() == [0]
+
+
+def coarse_and_fine(x, rule="ceil"):
+    """x: (T, D)."""
+    return [quantize(x[:, None], f"e4m3:{g}", documents([len(x)]), "k", rule) for g in ("coarse", "token")]
+
+
+@pytest.mark.parametrize("rule", ["ceil", "floor"])
+def test_coarse_exponents_are_the_next_multiple_of_four(rule):
+    """Of every magnitude that 16 bits can hold, subnormal ones and the largest included."""
+    for dtype in (torch.bfloat16, torch.float16):
+        every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+        x = every[every.isfinite()][:, None]
+        coarse, fine = coarse_and_fine(x, rule)
+        assert (coarse.exponent % COARSE == 0).all() and COARSE == 4
+        assert ((coarse.exponent >= fine.exponent) & (coarse.exponent < fine.exponent + 4)).all()
+        assert coarse.exponent.min() >= MIN_EXPONENT and coarse.exponent.max() <= MAX_EXPONENT
+        zero = x[:, 0] == 0
+        assert (coarse.exponent[zero] == 0).all() and not coarse.nonzero[zero].any() and coarse.nonzero[~zero].all()
+        if rule == "ceil":
+            units = x.double() / exp2_int(coarse.exponent)
+            assert (units.abs() <= 448).all()
+            assert (units[(coarse.exponent > -124) & ~zero[:, None]].abs() > 28).all()
+
+
+def test_coarse_scales_keep_every_bit_within_ten_binades():
+    """The largest element sets the scale: what it reads is the same with any power of two, and so does all that stays a
+    normal number. Below that a bit goes with each halving, and at last all of it."""
+    largest = 28 * (1 + torch.arange(1, 129, dtype=torch.float64) / 128)  # every significand, just above a boundary
+    for exponent in (-100, 0, 96):
+        for below in range(22):
+            small = 1.875 * 2.0**4 * 2.0**-below
+            x = torch.stack([largest, torch.full_like(largest, small)], 1) * 2.0**exponent
+            coarse, fine = coarse_and_fine(x)
+            assert torch.equal(coarse.values[:, 0, 0], fine.values[:, 0, 0])
+            assert (coarse.exponent == exponent).all() and (fine.exponent < exponent).all()
+            for got, more in ((coarse, 0), (fine, 3)):  # 1.875 * 2^-6 is a normal number, half of it is not
+                read = got.values[:, 0, 1]
+                assert (read == x[:, 1]).all() == (below <= 10 + more)
+                assert (read == 0).all() == (below >= 15 + more) and (read == 0).any() == (below >= 15 + more)
+
+
+def test_coarse_scales_look_at_one_token_and_are_mostly_alike():
+    x = randn(4096, 64, seed=3)
+    coarse, fine = coarse_and_fine(x)
+    alone = coarse_and_fine(x[1234:1235])[0]
+    assert torch.equal(alone.units[0], coarse.units[1234]) and alone.exponent[0] == coarse.exponent[1234]
+    alike = [(q.exponent == q.exponent.mode().values).double().mean() for q in (coarse, fine)]
+    assert alike[0] > 0.99 and alike[1] < 0.99
 
 
 def test_hadamard_is_symmetric_orthogonal_and_refuses_other_sizes():

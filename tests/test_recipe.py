@@ -56,6 +56,16 @@ def test_output_and_its_gradient_read_the_same_v():
     assert {sixteen.o_v, sixteen.e_v, sixteen.e_g, sixteen.dv_g} == {"bf16:none"}
 
 
+def test_scales_per_token_of_the_default_route_are_coarse_and_of_no_other():
+    for safety in SAFETIES:
+        full = Recipe.parse(f"mxfp8_scores/{safety}").full
+        low = {name: cell for name, cell in dataclasses.asdict(full).items() if cell != "bf16:none"}
+        assert low == dict.fromkeys(("s_q", "s_k", "o_v", "e_g", "e_v", "dv_g"), "e4m3:coarse")
+    for recipe in ALL:
+        cells = {*dataclasses.astuple(recipe.full), *dataclasses.astuple(recipe.frontier)}
+        assert ("e4m3:coarse" in cells) == (recipe.route == "mxfp8_scores")
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -78,6 +88,7 @@ def test_output_and_its_gradient_read_the_same_v():
         ({"cells": (("o_w", "e4m3:token"),)}, "cell 'o_w'.*o_v"),
         ({"cells": (("o_v", "e5m2:token"),)}, "o_v='e5m2:token'.*e4m3"),
         ({"cells": (("o_v", "nvfp4:token"),)}, "nvfp4 with feature16 and stripe16"),
+        ({"cells": (("o_v", "e2m1:coarse"),)}, "o_v='e2m1:coarse'.*e4m3:coarse"),
         ({"cells": (("o_p", "e4m3:token"),)}, "o_p='e4m3:token'.*relative"),
         ({"cells": (("o_p", "e2m1:boost"),)}, "o_p='e2m1:boost'.*clip"),
         ({"cells": (("dv_p", "e2m1:relative"),)}, "dv_p='e2m1:relative'.*clip"),

@@ -240,7 +240,7 @@ class KVCache:
             problem = Remembered(q, documents, self.recipe, scale, stores[0], stores[1])
             o, lse, _ = solve(problem)
             return o.to(q.dtype), lse.to(torch.float32)
-        if any(spec.full != "e4m3:token" or not spec.at_once for spec in self._specs):
+        if any(spec.full != "e4m3:coarse" or not spec.at_once for spec in self._specs):
             raise UnsupportedError(
                 f"backend={backend!r}: kernels decode recipes whose keys and values are codes per token, such as "
                 f"'mxfp8_scores/strict', not {str(self.recipe)!r}; to run the slow readable twin, ask for backend='reference'"

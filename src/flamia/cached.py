@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flamia.codes import TOKEN_LOCAL, bytes_per_token, encode_tokens, pack, parts, token_values, unpack
+from flamia.codes import PER_TOKEN, TOKEN_LOCAL, bytes_per_token, encode_tokens, pack, parts, token_values, unpack
 from flamia.packing import Documents
 from flamia.quantize import Quantized
 from flamia.recipe import Recipe
@@ -44,8 +44,9 @@ class Spec:
         """The bytes of new tokens, (T, H, D); none where they stay in 16 bits for now."""
         if not self.at_once:
             return []
-        if self.full == "e4m3:token" and recipe.scale_rule == "ceil" and not (recipe.rotate and self.name == "s_k"):
-            return list(encode_tokens(x))  # the same bytes, without a look at float64
+        plain = recipe.scale_rule == "ceil" and not (recipe.rotate and self.name == "s_k")
+        if self.full in PER_TOKEN and plain:
+            return list(encode_tokens(x, self.full))  # the same bytes, without a look at float64
         return encode_rows(self, x, [len(x)], recipe)
 
 
@@ -174,9 +175,9 @@ class Operand:
         self.keep(0)
 
     def decoded(self) -> Tensor:
-        """All rows in 16 bits, NaN where a token is not finite; of `e4m3:token` codes only."""
+        """All rows in 16 bits, NaN where a token is not finite; of codes per token only."""
         codes, scales = (rows.rows for rows in self.closed)
-        return token_values(codes, scales, self.open.rows.dtype)
+        return token_values(codes, scales, self.open.rows.dtype, self.spec.full)
 
     def read(self) -> tuple[Quantized | None, Tensor, Tensor]:
         """(closed rows, which of them are not finite, open rows)."""

@@ -5,6 +5,7 @@ a byte (E4M3) or half a byte (E2M1) an element, and each scale once.
 
     cell               codes             scales                  powers
     e4m3:token         D bytes a token   1 byte a token          -
+    e4m3:coarse        the same
     e4m3:block         D bytes a token   1 byte every 32 tokens  -
     nvfp4:feature16    D/2               D/16 bytes a token      1 byte a token
     nvfp4:stripe16     D/2               D bytes every 16        1 byte every frontier block
@@ -26,10 +27,13 @@ import torch
 from torch import Tensor
 
 from flamia.formats import E2M1, E4M3, decode, decode_ue8m0, encode, encode_ue8m0, exp2_int, scale_exponent
-from flamia.quantize import GROUP, Quantized
+from flamia.quantize import GROUP, Quantized, coarse
 
-NAN, CODE_OF_224 = 0x7F, 0x76
-TOKEN_LOCAL = ("token", "feature16")
+NAN = 0x7F
+PER_TOKEN = {"e4m3:token": (0x76, 232.0), "e4m3:coarse": (0x5E, 29.0)}
+"""The cells of `encode_tokens`. Of each: the code of the number of units above which a token's largest element lies, and
+the largest number that rounds to that code (see `token_values`)."""
+TOKEN_LOCAL = ("token", "coarse", "feature16")
 """Geometries whose scales read one token and no other: such a token can be encoded when it arrives."""
 
 
@@ -46,6 +50,7 @@ def parts(cell: str, features: int, block: int) -> tuple[Part, ...]:
     half, groups = -(-features // 2), -(-features // 16)
     layouts = {
         "e4m3:token": (Part(1, features), Part(1, 1)),
+        "e4m3:coarse": (Part(1, features), Part(1, 1)),
         "e4m3:block": (Part(1, features), Part(GROUP, 1)),
         "nvfp4:feature16": (Part(1, half), Part(1, groups), Part(1, 1)),
         "nvfp4:stripe16": (Part(1, half), Part(16, features), Part(block, 1)),
@@ -104,31 +109,34 @@ def unpack(packed: list[Tensor], cell: str, features: int, block: int) -> tuple[
     return Quantized(torch.where(bad[..., None], 0.0, units), scale, bits=E2M1.bits), bad
 
 
-def encode_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of 16-bit x (T, H, D): the bytes that `pack` gives for "e4m3:token" with the ceil rule, in float32 and
-    one cast, with tokens that are not finite marked. For the large tensors of a wire."""
+def encode_tokens(x: Tensor, cell: str) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of 16-bit x (T, H, D): the bytes that `pack` gives for a cell in PER_TOKEN with the ceil rule, in
+    float32 and one cast, with tokens that are not finite marked. For the large tensors of a wire."""
     magnitude = x.abs().amax(-1, keepdim=True)
     bad = ~magnitude.isfinite()  # the maximum propagates NaN
     exponent = scale_exponent(torch.where(bad, 0, magnitude).float(), E4M3)
+    if cell == "e4m3:coarse":
+        exponent = coarse(exponent)
     units = x.float() * exp2_int(-exponent, torch.float32)
     codes = units.to(torch.float8_e4m3fn).view(torch.uint8)
     codes = torch.where(codes == 0x80, 0, codes)  # zeros have no sign
     return torch.where(bad, NAN, codes).to(torch.uint8), encode_ue8m0(exponent)
 
 
-def token_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """16-bit numbers that encode to these `e4m3:token` bytes, codes and scale alike, NaN throughout a marked token.
+def token_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, cell: str) -> Tensor:
+    """16-bit numbers that encode to these bytes of a cell in PER_TOKEN, codes and scale alike, NaN throughout a marked token.
 
     They are the values of the codes, but for two places where those would be encoded in another way. The largest element
-    of a token may have rounded down to 224 units, whose own scale is half of the token's. Values would survive that, bits
-    not: a kernel adds the scale's exponent to a row's LSE, and another sum rounds in another way. Such elements read
-    232, the largest number that rounds to the same code (a tie, to even). And what rounded up past the end of the
-    16-bit format reads the largest number in place of infinity.
+    of a token may have rounded down to 224 units (28 of a coarse scale), whose own scale is smaller than the token's.
+    Values would survive that, bits not: a kernel adds the scale's exponent to a row's LSE, and another sum rounds in
+    another way. Such elements read 232 (29), the largest number that rounds to the same code (a tie, to even). And what
+    rounded up past the end of the 16-bit format reads the largest number in place of infinity.
     """
     magnitude = codes & 0x7F
     units = codes.view(torch.float8_e4m3fn).to(torch.float32)
-    below = (magnitude == CODE_OF_224) & (magnitude.amax(-1, keepdim=True) == CODE_OF_224)
-    units = torch.where(below, units.sign() * 232, units)
+    code, instead = PER_TOKEN[cell]
+    below = (magnitude == code) & (magnitude.amax(-1, keepdim=True) == code)
+    units = torch.where(below, units.sign() * instead, units)
     end = torch.finfo(dtype).max
     return units.mul_(decode_ue8m0(scales)).clamp_(-end, end).to(dtype)
 

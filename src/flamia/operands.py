@@ -12,7 +12,7 @@ from dataclasses import dataclass
 UNIFORM_ROUTES = ("mxfp8_scores", "bf16")  # token-local scales, 16-bit sums over tokens: nothing to leak, one table
 
 TENSOR_FORMATS = ("bf16", "e4m3", "e2m1", "nvfp4")
-TENSOR_GEOMETRIES = ("none", "block", "token", "feature16", "feature32", "stripe16", "stripe32", "tensor")
+TENSOR_GEOMETRIES = ("none", "block", "token", "coarse", "feature16", "feature32", "stripe16", "stripe32", "tensor")
 WEIGHT_GEOMETRIES = ("none", "boost", "relative", "masked", "row", "column", "square", "keys16", "queries16")
 
 
@@ -21,8 +21,9 @@ class Operands:
     """What the twelve operands read. `s_q` is Q in the product S, `dq_k` is K in dQ, and so on; "bf16" stands for the
     16-bit format of the call, which is float16 when the inputs are.
 
-    Tensors: block (32 tokens x all features), token, feature16/32 (of one token), stripe16/32 (tokens of one feature),
-    tensor (the whole call), none. Weights P and U: boost (a constant power of two), relative (the constant, relative to
+    Tensors: block (32 tokens x all features), token, coarse (token, its exponent rounded up to a multiple of 4; E4M3 alone
+    has the range for it), feature16/32 (of one token), stripe16/32 (tokens of one feature), tensor (the whole call), none.
+    Weights P and U: boost (a constant power of two), relative (the constant, relative to
     the companion's largest exponent so far), masked (the same per row and 32 visible keys), row (one query x a key
     block), column (one key x a query block), square (32 x 32), keys16, queries16, none.
     """
@@ -58,6 +59,10 @@ def check_cell(name: str, cell: str) -> None:
     sixteen = ("keys16", "queries16") if bare in WEIGHTS else ("feature16", "stripe16")
     if (fmt == "bf16") != (geometry == "none") or (fmt == "nvfp4") != (geometry in sixteen):
         raise ValueError(f"{name}={cell!r}: bf16 goes with 'none' alone, nvfp4 with {' and '.join(sixteen)} alone")
+    if fmt == "e2m1" and geometry == "coarse":
+        raise ValueError(
+            f"{name}={cell!r}: a scale eight times too large leaves E2M1 nothing; take 'e4m3:coarse' or 'e2m1:token'"
+        )
 
 
 def route_tables(route: str, safety: str, dv_scale: str, e_format: str) -> tuple[Operands, Operands]:
@@ -65,7 +70,7 @@ def route_tables(route: str, safety: str, dv_scale: str, e_format: str) -> tuple
     if route == "bf16":
         return Operands(), Operands()
     if route == "mxfp8_scores":
-        token = "e4m3:token"
+        token = "e4m3:coarse"
         if e_format == "bf16":
             table = Operands(s_q=token, s_k=token)
         else:

@@ -28,6 +28,14 @@ from flamia.packing import Documents
 GROUP = 32
 """Tokens or features that share an MX scale; NVFP4 has 16."""
 
+COARSE = 4
+"""Exponents of "coarse" scales are multiples of it, rounded up. What it buys is that neighbouring tokens nearly always have
+the *same* scale, each from itself alone: nothing leaks, and a kernel that finds equal scales in a group of tokens multiplies
+by one number where it would multiply by a vector. What it costs, with a scale up to eight times larger than the smallest that
+fits: E4M3 is a floating-point format, so a normal number keeps its four bits of significand whatever the scale. Subnormal
+are the elements of at most 2^-10.8 of their token's largest (2^-13.8 with the smallest scale), and they lose a bit for each
+halving; those below 2^-14.8 (2^-17.8) read zero."""
+
 NVFP4_LARGEST = 6.0 * 448.0
 """The largest magnitude of NVFP4: the largest code times the largest E4M3 scale. A power of two in front of the E4M3
 scales (per token, or per block for stripes) keeps them in range: alone they span 6 * 2^-10 .. 2688, and a gradient of
@@ -79,6 +87,8 @@ def quantize(
     fmt = E4M3 if fmt_name == "e4m3" else E2M1
     amax = _amax(x, geometry, documents, side)
     exponent = scale_exponent(amax, fmt, scale_rule)
+    if geometry == "coarse":
+        exponent = coarse(exponent)
     scale = exp2_int(exponent)
     units = round_to(x / scale, fmt)
     if amax.shape[2] == 1:
@@ -91,7 +101,7 @@ def _amax(x: Tensor, geometry: str, documents: Documents, side: str) -> Tensor:
     magnitude = x.abs()
     if geometry == "tensor":
         return magnitude.amax().expand(x.shape[0], x.shape[1], 1) if x.numel() else magnitude[..., :1]
-    if geometry == "token":
+    if geometry in ("token", "coarse"):
         return magnitude.amax(-1, keepdim=True)
     if geometry == "block":
         return _over_tokens(magnitude.amax(-1, keepdim=True), GROUP, documents, side)
@@ -99,6 +109,11 @@ def _amax(x: Tensor, geometry: str, documents: Documents, side: str) -> Tensor:
     if geometry.startswith("feature"):
         return _over_features(magnitude, size)
     return _over_tokens(magnitude, size, documents, side)
+
+
+def coarse(exponent: Tensor) -> Tensor:
+    """The next multiple of COARSE at or above an exponent."""
+    return torch.div(exponent + (COARSE - 1), COARSE, rounding_mode="floor") * COARSE
 
 
 def _over_features(magnitude: Tensor, size: int) -> Tensor:

@@ -322,8 +322,8 @@ class _Attention(torch.autograd.Function):
             "v": Field.of(v, coded(recipe, "o_v", "e_v")),
             "q": Field.of(q, coded(recipe, "s_q", "dk_q")),
             "g": Field.of(o, coded(recipe, "e_g", "dv_g")),
-            "o": Field.of(o, False),
-            "lse": Field(q.shape[1], 1, torch.float32, False),
+            "o": Field.of(o),
+            "lse": Field(q.shape[1], 1, torch.float32, ""),
         }
         if len(residual):
             tensors["residual"], fields["residual"] = residual, fields["o"]
