@@ -6,7 +6,7 @@ keeps, and that `torch.compile` must be able to size without running or loading 
 the layout and nothing else.
 
     codes      E4M3, a byte each           Q, then K, then V; head-major, document-padded (hopper/schedule.py)
-    factors    float32, one per token      Q, then K, then V
+    factors    float32, one per token      Q, then K, then V, then four per 64 tokens of K
     words      int32                       the records of Q's and K's blocks, the same by length, and the tables of a call
 
 V is not kept twice: where its codes are here, its 16-bit original is not saved (ops.py).
@@ -23,6 +23,9 @@ BLOCK = 128
 """Document-local positions of a block, queries and keys alike."""
 RECORD = 16
 """Words of a record."""
+GROUP = 32
+"""Tokens whose factors are looked at together: where all are equal, a kernel reads one. For every 64 tokens there are four
+numbers, their two groups' and the two next ones', since TMA reads from multiples of 16 bytes."""
 BUCKETS = 1024
 """Of the counting sort that orders the records."""
 COUNTS = 16
@@ -42,7 +45,7 @@ def sections(
     q, k = q_heads * q_blocks * BLOCK, k_heads * k_blocks * BLOCK
     records = [q_blocks * RECORD, k_blocks * RECORD]
     tables = 6 * (documents + 1)  # starts, lengths and first blocks of the documents, for queries and for keys
-    return [q * dim, k * dim, k * dim], [q, k, k], [*records, *records, 2 * BUCKETS, COUNTS, tables]
+    return [q * dim, k * dim, k * dim], [q, k, k, k // 16], [*records, *records, 2 * BUCKETS, COUNTS, tables]
 
 
 def nbytes(q_rows: int, k_rows: int, documents: int, q_heads: int, k_heads: int, dim: int) -> int:

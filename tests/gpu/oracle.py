@@ -20,7 +20,7 @@ def encode(x: Tensor) -> Tensor:
     amax = wide.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(amax / 448)
     e = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    e = torch.where(amax == 0, torch.zeros_like(e), e.clamp(min=-127)).double()
+    e = torch.where(amax == 0, 0, 4 * torch.ceil(e.clamp(min=-127) / 4)).double()  # a multiple of four
     return (wide / 2**e).float().to(torch.float8_e4m3fn).double() * 2**e
 
 

@@ -61,6 +61,20 @@ def row_values(buffer, heads, rows):
     return buffer.view(heads, -1)[:, rows].T.double()
 
 
+def common_factors(factors: torch.Tensor, x: torch.Tensor, lengths) -> torch.Tensor:
+    """For each token (T, H) the factor that all of its group of 32 have, 0 where two differ; zeros agree with any."""
+    out, first = torch.zeros_like(factors), 0
+    for n in lengths:
+        for start in range(first, first + n, 32):
+            part = slice(start, min(start + 32, first + n))
+            for h in range(x.shape[1]):
+                some = factors[part, h][x[part, h].any(-1)].unique()
+                zero = factors[part, h][:1] if not len(some) else 0.0
+                out[part, h] = some[0] if len(some) == 1 else zero
+        first += n
+    return out
+
+
 def every_magnitude(d: int) -> torch.Tensor:
     """A token for every finite BF16 magnitude: it is the token's largest, the other entries are parts of it, some of them
     ties between two codes."""
@@ -87,15 +101,21 @@ def test_every_magnitude(d, encoders):
     factor = torch.tensor(scale * math.log2(math.e), dtype=torch.float32).double().item()
     given = (("QC", "QF", q, "q", factor), ("KC", "KF", x[:, None], "k", 1.0), ("VC", "VF", v, "k", 1.0))
     for codes, factors, values, side, times in given:
-        want = quantize(values, "e4m3:token", documents, side)
+        want = quantize(values, "e4m3:coarse", documents, side)
         heads = values.shape[1]
         assert torch.equal(codes_of(seen[codes], heads, d, rows), want.codes), codes
         expected = (exp2_int(want.exponent) * times).float().double()
         assert torch.equal(row_values(seen[factors], heads, rows), expected), factors
+        if codes == "KC":
+            places = rows // 64 * 4 + rows % 64 // 32
+            groups = row_values(seen["KG"], heads, places)
+            later = row_values(seen["KG"], heads, places - 2)[rows % 128 >= 64]
+            assert torch.equal(later, groups[rows % 128 >= 64])
+            assert torch.equal(groups, common_factors(expected, values, lengths)), codes
     largest = torch.finfo(
         torch.bfloat16
     ).max  # a code may stand for 2^128, which the kernel reads as the largest number
-    want = quantize(v, "e4m3:token", documents, "k").values.clamp(-largest, largest)
+    want = quantize(v, "e4m3:coarse", documents, "k").values.clamp(-largest, largest)
     decoded = seen["VD"].view(1, -1, d)[:, rows].transpose(0, 1)
     assert torch.equal(decoded, want.to(torch.bfloat16)) and torch.equal(decoded.double(), want)
 
@@ -114,7 +134,7 @@ def test_gradients(d, with_dlse, encoders):
     dlse = torch.randn(len(g), 1, device="cuda").T if with_dlse else None
     hopper.backward(g, dlse, q, k, v, o, lse, o[:0], documents, RECIPE, 0.1)
     seen, rows = encoders[1].seen, padded_rows(lengths)
-    want = quantize(g, "e4m3:token", documents, "q")
+    want = quantize(g, "e4m3:coarse", documents, "q")
     assert torch.equal(codes_of(seen["GC"], 1, d, rows), want.codes)
     wide = seen["GB"].view(1, -1, d)[:, rows].transpose(0, 1)
     assert torch.equal(wide.double(), want.units)

@@ -34,6 +34,34 @@ def test_against_the_oracle(case, with_dlse):
     assert max(report.values()) < 3e-3, report
 
 
+@pytest.mark.parametrize("which", ["q", "k", "both"])
+@pytest.mark.parametrize("case", ["long", "open", "grouped", "window", "small heads"])
+def test_scales_that_differ(case, which):
+    """A group of 32 tokens mostly has one scale, and then the kernels multiply by one number. Here every 40th token is
+    32 times as large (another scale), or a 32th of it, so that most groups go the general way; whole zeros agree with any."""
+    q, k, v, do, dlse, documents = make(case)
+    for x in (q, k) if which == "both" else ({"q": q, "k": k}[which],):
+        x[::40] /= 32
+        x[7::160] *= 4
+        x[64:96] = 0
+        x[5] = 0
+    got = run(q, k, v, do, dlse, documents)
+    want = oracle.attention(q, k, v, do, documents.spans(), documents.left, documents.right, q.shape[-1] ** -0.5, dlse)
+    report = {name: error(g, w) for name, g, w in zip(NAMES, got, want) if name != "lse"}
+    print(case, which, {name: f"{e:.1e}" for name, e in report.items()})
+    assert max(report.values()) < 4e-3, report
+
+
+def test_one_factor_or_many_give_the_same_bits():
+    """What a token of another scale does to the way its neighbours take must not show: it is masked from them by position
+    or lies in another head's way."""
+    q, k, v, do, dlse, documents = make("one", tail=0)
+    plain = run(q, k, v, do, dlse, documents)
+    k[290] *= 64  # in the last block of keys: rows before it see none of it, but share steps with it
+    other = run(q, k, v, do, dlse, documents)
+    assert torch.equal(plain[0][:290], other[0][:290]) and torch.equal(plain[2][:290], other[2][:290])
+
+
 def test_rows_outside_documents_are_zero():
     q, k, v, do, dlse, documents = make("short", tail=200)
     end = documents.cu_q[-1]

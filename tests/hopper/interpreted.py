@@ -155,9 +155,30 @@ def check_factors() -> None:
         for x, name, side, lengths, times in (
             (q, "QF", "q", lq, factor), (k, "KF", "k", lk or lq, -1.0), (v, "VF", "k", lk or lq, 1.0),
         ):  # fmt: skip
-            want = quantize(x, "e4m3:token", documents, side).exponent[: sum(lengths)]
+            want = quantize(x, "e4m3:coarse", documents, side).exponent[: sum(lengths)]
             got = seen[name].view(x.shape[1], -1)[:, rows_of(lengths)].T
             assert torch.equal(got.double(), exp2_int(want) * times), name
+
+
+def check_common_factors() -> None:
+    """One factor for 32 tokens where all have it; zeros agree with any; 0 where two differ or one is not finite."""
+    q, k, v, _, documents = case([200], None, None, 0, tail=0, heads=(1, 1))
+    k[:] = torch.randn_like(k)
+    k[40] *= 64  # the second group
+    k[70] = 0  # the third
+    k[96:128] = 0  # the fourth
+    k[140, 0, 3] = math.nan  # the fifth
+    launch.forward(q, k, v, documents, RECIPE, -0.3)
+    seen = RECORDED["encode_kernel"]
+    factors = seen["KF"].view(-1)[:200]
+    a, c, f, g = factors[[0, 64, 160, 192]].tolist()
+    want = [
+        [a, 0, c, -1],
+        [c, -1],
+        [0, f, g, -1],
+        [g, -1],
+    ]  # of 64 tokens each: two groups, and where used the next two
+    assert [some[: len(due)].tolist() for some, due in zip(seen["KG"].view(-1, 4), want)] == want
 
 
 def check_what_is_not_finite() -> None:
@@ -194,7 +215,7 @@ def check_gradients() -> None:
         launch.backward(do, dlse, q, k, None, o, lse, residual, documents, RECIPE, 0.1, saved=saved)
         assert torch.equal(saved, kept)
         seen, rows = RECORDED["encode_gradient_kernel"], rows_of([130, 0, 7])
-        want = quantize(do, "e4m3:token", documents, "q")
+        want = quantize(do, "e4m3:coarse", documents, "q")
         exponent = want.exponent[:137].double()
         codes = seen["GC"].view(2, -1, 64)[:, rows].transpose(0, 1).double()
         delta = (codes * o[:137].double()).sum(-1)

@@ -25,11 +25,12 @@ from flamia.hopper.compat import parse_version  # noqa: E402
 from flamia.hopper.dkv import dkv_kernel  # noqa: E402
 from flamia.hopper.dq import dq_kernel  # noqa: E402
 from flamia.hopper.forward import LAG, PEAK, forward_kernel  # noqa: E402
-from flamia.hopper.launch import PLAIN, TUNING  # noqa: E402
+from flamia.hopper.launch import OPTIONS, PLAIN, TUNING  # noqa: E402
 
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton ships no cuobjdump")
 
+SHARED = 227 * 1024  # bytes of shared memory that a Hopper block can have
 FP8, BF16, FP32 = ("fp8e4nv", 8), ("bf16", 16), ("fp32", 32)
 
 
@@ -40,17 +41,18 @@ def tensordesc(dtype: tuple[str, int], block: list[int]) -> str:
 
 
 def descriptors(kernel: str, d: int, tuning: dict) -> dict[str, str]:
-    rows, vector = tensordesc(FP8, [64, d]), tensordesc(FP32, [64])
+    rows, vector, groups = tensordesc(FP8, [64, d]), tensordesc(FP32, [64]), tensordesc(FP32, [32])
     if kernel == "forward":
         keys, values = tensordesc(FP8, [128, d]), tensordesc(BF16, [128, d])
-        return {"q_desc": rows, "a_desc": vector, "k_desc": keys, "v_desc": values, "f_desc": tensordesc(FP32, [128])}
+        return {"q_desc": rows, "a_desc": vector, "k_desc": keys, "v_desc": values, "f_desc": tensordesc(FP32, [128]),
+                "g_desc": groups}  # fmt: skip
     n = tuning["BM" if kernel == "dkv" else "BN"]
     codes, wide, factors = tensordesc(FP8, [n, d]), tensordesc(BF16, [n, d]), tensordesc(FP32, [n])
     kinds = {
         "dkv": (("k", "v"), ("kf", "vf"), ("q", "g"), ("qb", "clean", "gb"), ("f", "l", "d")),
-        "dq": (("q", "g"), ("a", "l", "d"), ("k", "v"), ("kb", "clean"), ("kf", "vf")),
+        "dq": (("q", "g"), ("a", "l", "d"), ("k", "v"), ("kb", "clean"), ("kf", "vf"), ("kg",)),
     }[kernel]
-    types = (rows, vector, codes, wide, factors)
+    types = (rows, vector, codes, wide, factors, groups)
     return {f"{name}_desc": kind for names, kind in zip(kinds, types) for name in names}
 
 
@@ -65,7 +67,8 @@ def compiled(fn, types: dict[str, str], constants: dict, source, tmp_path, num_w
         if signature[name].startswith("*") or name.endswith(("_pad", "stride_t"))
     }
     kernel = triton.compile(source(fn, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
-                            options={"num_warps": num_warps})  # fmt: skip
+                            options={**OPTIONS, "num_warps": num_warps})  # fmt: skip
+    assert kernel.metadata.shared <= SHARED, (fn.__name__, kernel.metadata.shared)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     return subprocess.run([str(CUOBJDUMP), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout

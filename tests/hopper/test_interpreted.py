@@ -16,4 +16,4 @@ def test_lists_and_encoders():
     done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = [line[4:].split("(")[0] for line in PROGRAM.read_text().splitlines() if line.startswith("def check_")]
-    assert done.stdout.split() == checks and len(checks) == 6
+    assert done.stdout.split() == checks and len(checks) == 7

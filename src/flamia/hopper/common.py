@@ -82,6 +82,31 @@ def seen_keys(row, n, lk, left, right, LEFT: gl.constexpr, BN: gl.constexpr, SL:
 
 
 @gluon.jit
+def agreed(mem, count: gl.constexpr):
+    """Whether `count` groups of 32 tokens have one factor each (quantize.py writes 0 where they have not)."""
+    f = mem.slice(0, count).load(gl.BlockedLayout([count], [32], [4], [0]))
+    return gl.min(gl.abs(f), 0) > 0
+
+
+# Scores against one factor for each group of 32 tokens: what a column's factor costs is then paid once per group and row, and
+# the exponent of a weight is one fused multiply-add. Factors are powers of two, so the bits are those of the general way.
+
+
+@gluon.jit
+def key_groups(x, mem, a, m):
+    """x * (factor of the column's group * a[row]) - m[row]."""
+    rows: gl.constexpr = x.shape[0]
+    groups: gl.constexpr = x.shape[1] // 32
+    y = x.reshape([rows, groups, 32])
+    L: gl.constexpr = y.type.layout
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    f = mem.slice(0, groups).load(gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    c = (gl.convert_layout(a, by_row, assert_trivial=True)[:, None] * f[None, :])[:, :, None]
+    z = y * c - gl.convert_layout(m, by_row, assert_trivial=True)[:, None][:, :, None]
+    return gl.convert_layout(z.reshape([rows, x.shape[1]]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def pass_over(count, i, full, empty, ST: gl.constexpr):
     """Give back the tiles of `count` steps of which a warpgroup sees nothing, once they are there: a release ahead of
     the arrival would be taken for one of the round before."""

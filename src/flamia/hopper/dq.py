@@ -10,13 +10,13 @@ next weights are made under it.
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, SLOTS, announce, announced, fetch, operand, pass_over, seen_keys
+from .common import SLOT_LAYOUT, SLOTS, agreed, announce, announced, fetch, key_groups, operand, pass_over, seen_keys
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
-def dq_producer(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc,
-                ITEMS, COUNTS, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, q_pad,
+def dq_producer(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, kg_desc,
+                ITEMS, COUNTS, qs, gs, rows, ks, vs, kbs, kfs, vfs, kgs, slots, q_full, q_empty, full, empty, q_pad,
                 k_pad, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, hq, group, width):  # fmt: skip
     blocks = gl.load(COUNTS)
     total = blocks * hq
@@ -56,11 +56,12 @@ def dq_producer(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc,
             s = i % ST
             bar = full.index(s)
             mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
-            mbarrier.expect(bar, 4 * BN * D + 8 * BN)
+            mbarrier.expect(bar, 4 * BN * D + 8 * BN + 128)
             at = base + n * BN
             tma_load(k_desc, [at, 0], bar, ks.index(s))
             tma_load(v_desc, [at, 0], bar, vs.index(s))
             tma_load(kf_desc, [at], bar, kfs.index(s))
+            tma_load(kg_desc, [at // 16], bar, kgs.index(s))
             tma_load(vf_desc, [at], bar, vfs.index(s))
             if dirty != 0:
                 tma_load(clean_desc, [k_row + n * BN, hk * D], bar, kbs.index(s))
@@ -87,7 +88,7 @@ def gradient(x, e, kf, vf, a, lse, d, seen, MASK: gl.constexpr):
 
 
 @gluon.jit
-def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, full, empty,
+def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, vs, kbs, kfs, vfs, kgs, full, empty,
              MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr,
              DOT: gl.constexpr):  # fmt: skip
     """Steps lo .. hi - 1; u is the rounded U of the step before, whose product with K runs under this step's weights."""
@@ -96,16 +97,24 @@ def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, 
         s = i % ST
         sp = (i + ST - 1) % ST
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        kf = kfs.index(s).load(cl)
+        if MASK:
+            kf = kfs.index(s).load(cl)
+        else:
+            one = agreed(kgs.index(s), BN // 32)
         vf = vfs.index(s).load(cl)
         ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         tp = warpgroup_mma(g, vs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
         x = warpgroup_mma_wait(2, deps=[ts])
-        seen = seen_keys(row, n, lk, left, right, LEFT, BN, SL, False)
-        p = gl.exp2((x * kf[None, :]) * a[:, None] - lse[:, None])
         if MASK:
+            seen = seen_keys(row, n, lk, left, right, LEFT, BN, SL, False)
+            p = gl.exp2((x * kf[None, :]) * a[:, None] - lse[:, None])
             p = gl.where(seen, p, 0.0)
+        elif one:
+            p = gl.exp2(key_groups(x, kgs.index(s), a, lse))
+        else:
+            kf = kfs.index(s).load(cl)
+            p = gl.exp2((x * kf[None, :]) * a[:, None] - lse[:, None])
         e = warpgroup_mma_wait(1, deps=[tp])
         w = p * (e * vf[None, :] - d[:, None])
         if MASK:
@@ -118,7 +127,7 @@ def dq_steps(lo, hi, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right, ks, 
 
 
 @gluon.jit
-def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, scale, left, right,
+def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, kgs, slots, q_full, q_empty, full, empty, scale, left, right,
                 hq, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -175,11 +184,12 @@ def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_emp
             i += 1
             if LEFT:
                 i, u, dq = dq_steps(first + 1, full_first, i, u, dq, q, g, a, lse, d, row, zero, lk, left, right,
-                                    ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
+                                    ks, vs, kbs, kfs, vfs, kgs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
             i, u, dq = dq_steps(gl.maximum(first + 1, full_first), full_end, i, u, dq, q, g, a, lse, d, row, zero,
-                                lk, left, right, ks, vs, kbs, kfs, vfs, full, empty, False, LEFT, BN, ST, SL, DOT)  # fmt: skip
+                                lk, left, right, ks, vs, kbs, kfs, vfs, kgs, full, empty, False, LEFT, BN, ST, SL,
+                                DOT)  # fmt: skip
             i, u, dq = dq_steps(gl.maximum(first + 1, full_end), stop, i, u, dq, q, g, a, lse, d, row, zero, lk,
-                                left, right, ks, vs, kbs, kfs, vfs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
+                                left, right, ks, vs, kbs, kfs, vfs, kgs, full, empty, True, LEFT, BN, ST, SL, DOT)  # fmt: skip
             sp = (i + ST - 1) % ST
             td = warpgroup_mma(u, kbs.index(sp), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[td])
@@ -198,7 +208,7 @@ def dq_consumer(c, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_emp
 
 
 @gluon.jit(do_not_specialize=["left", "right", "hq", "group", "width"])
-def dq_kernel(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, DQ,
+def dq_kernel(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc, kg_desc, DQ,
               ITEMS, COUNTS, q_pad, k_pad, scale, left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr,
               ST: gl.constexpr,  LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     F8: gl.constexpr = gl.float8e4nv
@@ -210,6 +220,7 @@ def dq_kernel(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, c
     kbs = gl.allocate_shared_memory(gl.bfloat16, [ST, BN, D], kb_desc.layout)
     kfs = gl.allocate_shared_memory(gl.float32, [ST, BN], kf_desc.layout)
     vfs = gl.allocate_shared_memory(gl.float32, [ST, BN], vf_desc.layout)
+    kgs = gl.allocate_shared_memory(gl.float32, [ST, 32], kg_desc.layout)
     slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], SLOT_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -222,11 +233,11 @@ def dq_kernel(q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, c
         mbarrier.init(empty.index(s), 2)
     fence_async_shared()
     gl.warp_specialize([
-        (dq_consumer, (0, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, scale, left, right, hq,
-                       D, BN, ST, LEFT, HOLD)),
-        (dq_consumer, (1, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, scale, left, right, hq,
-                       D, BN, ST, LEFT, HOLD)),
+        (dq_consumer, (0, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, kgs, slots, q_full, q_empty, full, empty, scale, left,
+                       right, hq, D, BN, ST, LEFT, HOLD)),
+        (dq_consumer, (1, DQ, qs, gs, rows, ks, vs, kbs, kfs, vfs, kgs, slots, q_full, q_empty, full, empty, scale, left,
+                       right, hq, D, BN, ST, LEFT, HOLD)),
         (dq_producer, (q_desc, g_desc, a_desc, l_desc, d_desc, k_desc, v_desc, kb_desc, clean_desc, kf_desc, vf_desc,
-                       ITEMS, COUNTS, qs, gs, rows, ks, vs, kbs, kfs, vfs, slots, q_full, q_empty, full, empty, q_pad,
-                       k_pad, D, BN, ST, hq, group, width)),
+                       kg_desc, ITEMS, COUNTS, qs, gs, rows, ks, vs, kbs, kfs, vfs, kgs, slots, q_full, q_empty, full,
+                       empty, q_pad, k_pad, D, BN, ST, hq, group, width)),
     ], [4, 1], [240, 24])  # fmt: skip

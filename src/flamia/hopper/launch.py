@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flamia.packing import Documents
 from flamia.recipe import Recipe
-from flamia.saved import nbytes, sections
+from flamia.saved import GROUP, nbytes, sections
 
 from .compat import HOLD_Q_OF_128, TensorDescriptor, descriptor
 from .dkv import dkv_kernel
@@ -40,6 +40,7 @@ TUNING = {
     ("dq", 64): {"ST": 4, "BN": 64, "HOLD": True},
     ("dq", 128): {"ST": 4, "BN": 64, "HOLD": HOLD_Q_OF_128},
 }
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # releases of Triton differ in whether they fuse unasked
 SMALLEST_SCALE = 1e-30  # stands for a softmax scale of zero, so that -inf * scale stays -inf
 PLAIN = Recipe.strict("mxfp8_scores")
 
@@ -53,6 +54,7 @@ class Encoded(NamedTuple):
     q_factor: Tensor
     k_factor: Tensor
     v_factor: Tensor
+    k_groups: Tensor
     plan: Plan
 
 
@@ -122,10 +124,10 @@ def encode(
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     v_decoded = torch.empty(hk * k_pad * d, dtype=torch.bfloat16, device=q.device)
     encode_kernel[(max(q_pad, k_pad) // ROWS, hq + hk + 1)](
-        q, k, v, e.q_codes, e.k_codes, e.v_codes, v_decoded, e.q_factor, e.k_factor, e.v_factor, o, lse,
-        e.plan.q_blocks, e.plan.k_blocks, e.plan.counts, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        v.stride(0), v.stride(1), q_pad, k_pad, max(abs(scale), SMALLEST_SCALE) * LOG2E, math.copysign(1.0, scale), hq,
-        hk, tq, tk, D=d, ROWS=ROWS, num_warps=4,
+        q, k, v, e.q_codes, e.k_codes, e.v_codes, v_decoded, e.q_factor, e.k_factor, e.v_factor, e.k_groups,
+        o, lse, e.plan.q_blocks, e.plan.k_blocks, e.plan.counts, q.stride(0), q.stride(1), k.stride(0),
+        k.stride(1), v.stride(0), v.stride(1), q_pad, k_pad, max(abs(scale), SMALLEST_SCALE) * LOG2E,
+        math.copysign(1.0, scale), hq, hk, tq, tk, D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     return saved, e, v_decoded
 
@@ -169,9 +171,9 @@ def forward_saving(
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     forward_kernel[grid(e.plan.q_capacity * hq, q.device)](
         tiles(e.q_codes, 64, d), vectors(e.q_factor, 64), tiles(e.k_codes, 128, d), tiles(v_decoded, 128, d),
-        vectors(e.k_factor, 128), o, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad, o.stride(0), lse.stride(0), left,
-        right, hq, hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128, LEFT=left < OPEN, num_warps=4,
-        **TUNING["forward", d],
+        vectors(e.k_factor, 128), vectors(e.k_groups, GROUP), o, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad,
+        o.stride(0), lse.stride(0), left, right, hq, hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128,
+        LEFT=left < OPEN, **TUNING["forward", d], **OPTIONS,
     )  # fmt: skip
     return o, lse, none, saved
 
@@ -226,17 +228,17 @@ def backward(
         dkv_kernel[grid(layout.k_capacity * hk, device)](
             tiles(e.k_codes, 64, d), tiles(e.v_codes, 64, d), vectors(e.k_factor, 64), vectors(e.v_factor, 64),
             tiles(e.q_codes, bm, d), tiles(g_codes, bm, d), packed_tiles(q, bm), packed_tiles(q_clean, bm),
-            tiles(g_wide, bm, d), vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), dk, dv,
-            layout.k_items, turns, q_pad, k_pad, scale, left, right, hk, hq // hk,
-            heads_together(layout.k_capacity, device), D=d, LEFT=window, num_warps=4, **kv_tuning,
+            tiles(g_wide, bm, d), vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), dk, dv, layout.k_items,
+            turns, q_pad, k_pad, scale, left, right, hk, hq // hk, heads_together(layout.k_capacity, device), D=d,
+            LEFT=window, **kv_tuning, **OPTIONS,
         )  # fmt: skip
     if wanted[0]:
         dq_kernel[grid(layout.q_capacity * hq, device)](
             tiles(e.q_codes, 64, d), tiles(g_codes, 64, d), vectors(e.q_factor, 64), vectors(lse2, 64),
             vectors(delta, 64), tiles(e.k_codes, bn, d), tiles(e.v_codes, bn, d), packed_tiles(k, bn),
-            packed_tiles(k_clean, bn), vectors(e.k_factor, bn), vectors(e.v_factor, bn), dq, layout.q_items, turns,
-            q_pad, k_pad, scale, left, right, hq, hq // hk, heads_together(layout.q_capacity, device), D=d,
-            LEFT=window, num_warps=4, **q_tuning,
+            packed_tiles(k_clean, bn), vectors(e.k_factor, bn), vectors(e.v_factor, bn), vectors(e.k_groups, GROUP), dq,
+            layout.q_items, turns, q_pad, k_pad, scale, left, right, hq, hq // hk,
+            heads_together(layout.q_capacity, device), D=d, LEFT=window, **q_tuning, **OPTIONS,
         )  # fmt: skip
     return dq, dk, dv
 

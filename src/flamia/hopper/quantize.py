@@ -1,14 +1,16 @@
 """The encoders: one read of the 16-bit tensors, everything the attention kernels want of them written once.
 
-Scales are powers of two, one per token and head, from that token alone: the smallest 2^e with amax <= 448 * 2^e. The
-amax is taken on bit patterns: bfloat16 numbers of one sign order like integers, so the maximum is exact, and infinity and
-NaN are simply the largest patterns (a floating-point maximum would drop a NaN).
+Scales are powers of two, one per token and head, from that token alone: the smallest 2^e with amax <= 448 * 2^e and e a
+multiple of four (flamia/quantize.py, "coarse": neighbours then mostly have the same). The amax is taken on bit patterns:
+bfloat16 numbers of one sign order like integers, so the maximum is exact, and infinity and NaN are simply the largest
+patterns (a floating-point maximum would drop a NaN).
 
 What is written, all head-major and document-padded (schedule.py):
     E4M3 codes of Q, K, V and dO
     V decoded, in BF16 (exact): what O = P V reads, so that O and E = dO V^T read the same V
     dO's *codes* as BF16 numbers: dV = P^T G reads them, and 2^e(G) is folded into P as an exponent
     a row factor 2^e(Q) * |softmax scale| * log2(e) per query, 2^e(K) * sign(softmax scale) per key, 2^e(V) per key
+    for every 32 tokens of K the factor that all of them have, or 0 where they differ
     LSE in powers of two less e(G), and D / 2^e(G), per query
 
 A token that is not finite has its codes zeroed (0 * NaN would cross the mask) and its factor set to NaN, so that exactly
@@ -22,22 +24,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROWS = 32  # tokens of one program; divides a block of 128
+from flamia.saved import GROUP
+
+ROWS = GROUP  # tokens of one program
 LARGEST = tl.constexpr(3.3895313892515355e38)  # of BF16
 
 
 @triton.jit
 def _exponent(amax_bits):
-    """The ceil rule on bfloat16 magnitude bits: smallest e >= -127 with amax <= 448 * 2^e, 0 for a zero."""
+    """The ceil rule on bfloat16 magnitude bits: smallest e >= -124 with amax <= 448 * 2^e and e a multiple of four, 0 for a
+    zero."""
     bits = amax_bits << 16
     e = (bits >> 23) - 135 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
-    return tl.where(amax_bits == 0, 0, tl.maximum(e, -127))
+    return tl.where(amax_bits == 0, 0, ((tl.maximum(e, -127) + 3) >> 2) << 2)
 
 
 @triton.jit
 def _power(e):
-    """2^e as float32, -127 <= e <= 127."""
-    return tl.where(e == -127, 0x00400000, (e + 127) << 23).to(tl.float32, bitcast=True)
+    """2^e as float32, -126 <= e <= 127."""
+    return ((e + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _common(e, amax, bad, factor):
+    """The factor of all tokens of a group, or 0 where two of them differ or one is not finite. A token of zeros agrees with
+    any: its scores are zero."""
+    low = tl.min(tl.where(amax == 0, 127, e), 0)
+    high = tl.max(tl.where(amax == 0, -126, e), 0)
+    none = tl.max(amax, 0) == 0
+    agree = (tl.max(bad.to(tl.int32), 0) == 0) & (none | (low == high))
+    return tl.where(agree, _power(tl.where(none, 0, high)) * factor, 0.0)
+
+
+@triton.jit
+def _store_common(GROUPS, block_row, factor, ROWS: tl.constexpr):
+    """A group's factor, one of four of a block of 128 rows: in its own 64 rows' place, and behind the 64 before them."""
+    group = tl.program_id(0) % (128 // ROWS)
+    place = GROUPS + block_row // 16 + (group // 2) * 4 + group % 2
+    tl.store(place, factor)
+    tl.store(place - 2, factor, mask=group >= 2)
 
 
 @triton.jit
@@ -96,7 +121,7 @@ def _report(X, COUNTS, token, outside, END: tl.constexpr, heads, stride_t, strid
 
 
 @triton.jit(do_not_specialize=["hq", "hk", "q_rows", "k_rows"])
-def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCKS, COUNTS, q_stride_t, q_stride_h,
+def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, KG, O, LSE, Q_BLOCKS, K_BLOCKS, COUNTS, q_stride_t, q_stride_h,
                   k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_pad, k_pad, factor, sign, hq, hk, q_rows,
                   k_rows, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Grid (blocks * 128 / ROWS, query heads + key heads + 1). q_pad, k_pad: rows of a head in the padded buffers. The
@@ -151,6 +176,7 @@ def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, O, LSE, Q_BLOCKS, K_BLOCK
             decoded = tl.minimum(tl.maximum(decoded, -LARGEST), LARGEST)
             tl.store(VD + to, decoded.to(tl.bfloat16))
             tl.store(KF + at, tl.where(bad, nan, _power(ek) * sign))
+            _store_common(KG, head.to(tl.int64) * k_pad + block * 128, _common(ek, k_amax, bad, sign), ROWS)
             tl.store(VF + at, _power(ev))
             if tl.max(tl.maximum(k_amax, v_amax), 0) >= 0x7F80:
                 tl.store(COUNTS + 2, 1)
