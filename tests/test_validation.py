@@ -90,14 +90,14 @@ def test_nested_and_sparse_are_refused():
 
 def test_devices():
     q, k, v = inputs()
-    refuses(lambda: flamia.attention_varlen(q, k.to("meta"), v, offsets(0, 16)), "q is on cpu", "k is on meta")
-    refuses(lambda: flamia.attention_varlen(q, k, v, offsets(0, 16).to("meta")), "cu_seqlens", "device of q", "meta")
+    refuses(lambda: flamia.attention_varlen(q, k.to("meta"), v, offsets(0, 16)), "k is on meta", "k.to('cpu')")
+    refuses(lambda: flamia.attention_varlen(q, k, v, offsets(0, 16).to("meta")), "device of q", "cu_seqlens.to('cpu')")
 
 
 # ---------------------------------------------------------------------------------------------------------- offsets
 
 BAD_OFFSETS = {  # from sgl-flash-attn #47 and transformers #44911, where these ran: silent corruption, or a far crash
-    "first is not 0": ((4, 16), "must start at 0, got 4"),
+    "first is not 0": ((4, 16), "must start at 0, got 4; if these are lengths, write"),
     "negative first": ((-1, 16), "must start at 0, got -1"),
     "decreasing": ((0, 12, 8, 16), "entry 1 is 12, entry 2 is 8"),
     "decreasing at the end": ((0, 16, 15), "entry 1 is 16, entry 2 is 15"),
@@ -186,6 +186,7 @@ def test_windows():
     cu = offsets(0, 16)
     for bad in (3, (1,), (1, 2, 3), (-2, 0), (0, -7), (1.0, 0), (True, 0), "ab", (torch.tensor(1), 0)):
         refuses(partial(flamia.attention_varlen, q, k, v, cu, window=bad), "window")
+    refuses(lambda: flamia.attention_varlen(q, k, v, cu, window=40), "got 40", "are (39, 0)")
     refuses(lambda: flamia.flash_attn_func(q[None], k[None], v[None], window_size=(-2, 0)), "window_size", "left", -2)
     assert validation.window_sides(False, None) == validation.window_sides(False, (-1, None)) == (-1, -1)
     assert validation.window_sides(True, (4, 9)) == validation.window_sides(True, [4, -1]) == (4, 0)
@@ -204,6 +205,11 @@ def test_flags_and_names():
     refuses(lambda: flamia.attention_varlen(q, k, v, cu, return_lse=1), "return_lse", 1)
     refuses(lambda: flamia.attention_varlen(q, k, v, cu, backend="cuda"), "backend", "'cuda'", "hopper", "reference")
     refuses(lambda: flamia.attention_varlen(q, k, v, cu, recipe="mxfp9/strict"), "mxfp9")
+    refuses(lambda: flamia.attention_varlen(q, k, v, cu, recipe="MXFP8/strict"), "no route", "did you mean 'mxfp8'?")
+    refuses(lambda: flamia.attention_varlen(q, k, v, cu, recipe="mxfp8/strct"), "no preset", "mean 'strict'?")
+    refuses(lambda: flamia.attention_varlen(q, k, v, cu, recipe="mxfp8,lagg=2"), "no option 'lagg'", "mean 'lag'?")
+    refuses(lambda: flamia.Recipe.strict("mxfp8", lagg=2), "no option 'lagg'", "mean 'lag'?", error=TypeError)
+    refuses(lambda: flamia.attention_varlen(q, k, v, cu, recipe=flamia.Recipe.strict), "method", "Recipe.strict()")
     refuses(lambda: flamia.attention_varlen(q, k, v, cu, recipe=8), "recipe", "int")
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flamia.operands import CELLS, UNIFORM_ROUTES, Operands, check_cell, route_tables
+from flamia.words import meant
 
 ROUTES = ("mxfp8", "nvfp4_fp8", "nvfp4", "mxfp8_scores", "bf16")
 SAFETIES = ("strict", "fold", "fast")
@@ -132,7 +133,9 @@ class Recipe:
             if name.removeprefix("frontier.") in CELLS:
                 cells.append((name, value))
             elif name not in types or name in ("route", "safety", "cells"):
-                raise ValueError(f"recipe {text!r}: no option {name!r}; there are {', '.join(_OPTIONS)}")
+                raise ValueError(
+                    f"recipe {text!r}: no option {name!r}; there are {', '.join(_OPTIONS)}{meant(name, _OPTIONS)}"
+                )
             elif name in values:
                 raise ValueError(f"recipe {text!r}: option {name!r} stands there twice")
             elif types[name] == "bool":
@@ -147,7 +150,7 @@ class Recipe:
             if name not in allowed:
                 raise ValueError(
                     f"recipe {text!r}: no {what} {name!r}; there are {', '.join(allowed)}. "
-                    'A recipe is written route/preset, such as "mxfp8/strict"'
+                    f'A recipe is written route/preset, such as "mxfp8/strict"{meant(name, allowed)}'
                 )
         return _preset(route, safety if slash else "strict", values)
 
@@ -295,6 +298,9 @@ def _preset(route: str, safety: str, options: dict) -> Recipe:
         defaults = {"dq_accumulator": "fp16_sequence"}
     elif safety == "fold":
         defaults = {"dq_accumulator": "fp16_causal"}
+    for name in options:
+        if name not in (*_OPTIONS, "cells"):
+            raise TypeError(f"a recipe has no option {name!r}; there are {', '.join(_OPTIONS)}{meant(name, _OPTIONS)}")
     return Recipe(**{"route": route, "safety": safety, **defaults, **options})
 
 

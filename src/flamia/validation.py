@@ -50,7 +50,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
                 f"cast the one that is wrong, e.g. {name}.to({q.dtype})"
             )
         if x.device != q.device:
-            raise ValueError(f"q, k and v must be on one device: q is on {q.device} but {name} is on {x.device}")
+            raise ValueError(
+                f"q, k and v must be on one device: q is on {q.device} but {name} is on {x.device}; "
+                f"move the one that is wrong, e.g. {name}.to({str(q.device)!r})"
+            )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"k and v must agree in everything but the head dimension: "
@@ -137,7 +140,9 @@ def _check_offsets(name: str, cu: Tensor, q: Tensor) -> None:
             f"got shape {tuple(cu.shape)}"
         )
     if cu.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}; got {cu.device}")
+        raise ValueError(
+            f"{name} must be on the device of q, {q.device}; got {cu.device}; write {name}.to({str(q.device)!r})"
+        )
 
 
 def check_offset_values(name: str, cu: Tensor, rows: int, longest: int | None = None) -> None:
@@ -147,7 +152,10 @@ def check_offset_values(name: str, cu: Tensor, rows: int, longest: int | None = 
     """
     values = cu.tolist()
     if values[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {values[0]}")
+        raise ValueError(
+            f"{name} must start at 0, got {values[0]}; if these are lengths, write "
+            f"torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)"
+        )
     for i, (a, b) in enumerate(itertools.pairwise(values)):
         if b < a:
             raise ValueError(f"{name} must not decrease: entry {i} is {a}, entry {i + 1} is {b}")
@@ -192,7 +200,8 @@ def window_sides(causal: bool, window: tuple[int | None, int | None] | None, nam
     if window is None:
         window = (None, None)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"{name} must be None or (left, right), got {window!r}; -1 or None is an open side")
+        example = f"; {window} keys, its own included, are ({window - 1}, 0)" if _is_int(window) and window > 0 else ""
+        raise ValueError(f"{name} must be None or (left, right), got {window!r}; -1 or None is an open side{example}")
     sides = []
     for side, value in zip(("left", "right"), window):
         if value is None:
@@ -211,7 +220,8 @@ def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(softmax_scale, (bool, Tensor)) or not isinstance(softmax_scale, (int, float)):
-        raise ValueError(f"softmax_scale must be a Python float or None, got {type(softmax_scale).__name__}")
+        hint = "; write float(softmax_scale), once, outside the step" if isinstance(softmax_scale, Tensor) else ""
+        raise ValueError(f"softmax_scale must be a Python float or None, got {type(softmax_scale).__name__}{hint}")
     if not 0.0 < softmax_scale <= sys.float_info.max:  # also refuses NaN, and integers that no float holds
         hint = (
             "; if it is flash-attention 2's dropout_p, in fourth place there, leave it out"
@@ -232,8 +242,10 @@ def recipe_text(recipe: Recipe | str | None) -> str:
     if isinstance(recipe, str):
         return recipe if torch.compiler.is_compiling() else _text(parse_recipe(recipe))
     if not isinstance(recipe, Recipe):
+        hint = "; presets are called, as in Recipe.strict()" if callable(recipe) else ""
         raise ValueError(
-            f"recipe must be a flamia.Recipe, its string (such as 'mxfp8/strict') or None, got {type(recipe).__name__}"
+            f"recipe must be a flamia.Recipe, its string (such as 'mxfp8/strict') or None, "
+            f"got {type(recipe).__name__}{hint}"
         )
     return recipe.spelled if torch.compiler.is_compiling() else _text(recipe)
 

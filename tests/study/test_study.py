@@ -110,6 +110,9 @@ def test_no_run_is_begun_that_would_not_end(folder, tmp_path):
     run.main(options(folder, tmp_path, "--studies", "leak", *more))
     found = json.loads((tmp_path / "study.json").read_text())
     assert found["runs"] == [] and "ms a step" in found["sessions"][0]["not_run"]["leak: bf16"]
+    run.main(options(folder, tmp_path, "--studies", "leak", "--only", "bf16", "--probe"))
+    found = json.loads((tmp_path / "study.json").read_text())
+    assert found["runs"] == [] and "ms a step, no graph (no card)" in found["sessions"][0]["not_run"]["leak: bf16"]
 
 
 def test_unknown_names_are_refused(folder, tmp_path):

@@ -194,7 +194,8 @@ def execute(
         f", no graph ({engine.why_no_graph})" if engine.why_no_graph else ""
     ))  # fmt: skip
     if time.monotonic() + needed > deadline:
-        raise OutOfTime(f"{needed:.0f} s more at {1e3 * each:.1f} ms a step")
+        graph = f"no graph ({engine.why_no_graph})" if engine.why_no_graph else "in a graph"
+        raise OutOfTime(f"{needed:.0f} s more at {1e3 * each:.1f} ms a step, {graph}")
     result: dict[str, Any] = {"name": run.name, "attention": run.attention, "arithmetic": str(run.arithmetic)}
     result |= {"seed": run.seed, "control": run.control, "parameters": engine.model.size, "diverged_at": None}
     result |= {"validation": [], "diagnostics": []}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -36,6 +37,8 @@ from flamia.train.model import Shape
 LAYERS, HEADS, DOCUMENTS = (0, 2, 5), (1, 6), 4
 """Whose activations are kept: 2,048 tokens of two heads of three layers, 12.6 MB."""
 TINY = Shape(layers=2, width=64, heads=2, kv_heads=2, head_dim=32, hidden=128)
+PROBED = -math.inf
+"""The deadline of a run that is only to be timed."""
 CLOSE = 2.0**-7
 """How far the study's attention may be from the plain reference's, of a tensor's largest entry: a rounding of bfloat16, twice."""
 
@@ -132,7 +135,7 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
         if (each.name, run.name) in done:
             continue
         try:
-            one(each, run, text, device, started + options.seconds, out, found)
+            one(each, run, text, device, PROBED if options.probe else started + options.seconds, out, found)
         except OutOfTime as error:
             session["not_run"][f"{each.name}: {run.name}"] = str(error)
             say(f"{run.name}: not run, {error}")
@@ -150,7 +153,7 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
 def one(
     each: Study, run: Run, text: Text, device: torch.device, deadline: float, out: Path, found: dict[str, Any]
 ) -> None:
-    if time.monotonic() > deadline:
+    if PROBED < deadline < time.monotonic():
         raise OutOfTime("no time was left")
     result, engine = execute(run, each.settings, text, device, deadline, say)
     found["runs"].append({"name": run.name, "study": each.name, **result})
@@ -182,6 +185,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--documents", type=int, help="in a step, in place of each study's own")
     made.add_argument("--device")
     made.add_argument("--commit", help="what to call this version, where git is not at hand")
+    made.add_argument("--probe", action="store_true", help="train nothing: time a few steps of each run, into not_run")
     made.add_argument("--tiny", action="store_true", help="a model of two layers and twelve steps: to try the command")
     return made
 
