@@ -181,7 +181,7 @@ def pointers(names: str, kind: str) -> dict[str, str]:
 SMALL = {
     **pointers("CU_Q CU_K SCRATCH Q_BLOCKS K_BLOCKS Q_ITEMS K_ITEMS COUNTS TURNS", "*i32"),
     **pointers("Q K V G O VD GB Q_CLEAN K_CLEAN DQ DK DV", "*bf16"),
-    **pointers("LSE DLSE QF KF VF LSE2 DELTA", "*fp32"),
+    **pointers("LSE DLSE QF KF VF KG LSE2 DELTA", "*fp32"),
     **pointers("QC KC VC GC", "*fp8e4nv"),
     **pointers("factor sign", "fp32"),
 }
