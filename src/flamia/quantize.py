@@ -29,12 +29,15 @@ GROUP = 32
 """Tokens or features that share an MX scale; NVFP4 has 16."""
 
 COARSE = 4
-"""Exponents of "coarse" scales are multiples of it, rounded up. What it buys is that neighbouring tokens nearly always have
-the *same* scale, each from itself alone: nothing leaks, and a kernel that finds equal scales in a group of tokens multiplies
-by one number where it would multiply by a vector. What it costs, with a scale up to eight times larger than the smallest that
-fits: E4M3 is a floating-point format, so a normal number keeps its four bits of significand whatever the scale. Subnormal
-are the elements of at most 2^-10.8 of their token's largest (2^-13.8 with the smallest scale), and they lose a bit for each
-halving; those below 2^-14.8 (2^-17.8) read zero."""
+"""Exponents of "coarse" scales are rounded up to a multiple of it.
+
+That buys equal scales: neighbouring tokens often have the *same* one, each from itself alone. Nothing leaks, and a kernel
+that finds equal scales in a group of tokens multiplies by one number where it would multiply by a vector. Tokens differ where
+their largest elements lie on both sides of a step, 28 * 2^(4 n); docs/lab-log.md has how often.
+
+It costs range: such a scale is up to eight times larger than the smallest that fits. E4M3 is a floating-point format, so a
+normal number has its four bits whatever the scale. But elements below 2^-10.8 of their token's largest may be subnormal
+(2^-13.8 with the smallest scale), with a bit less for each halving, and those below 2^-14.8 (2^-17.8) may read zero."""
 
 NVFP4_LARGEST = 6.0 * 448.0
 """The largest magnitude of NVFP4: the largest code times the largest E4M3 scale. A power of two in front of the E4M3

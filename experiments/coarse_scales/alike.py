@@ -1,0 +1,41 @@
+"""How often all 32 tokens of a group have one exponent, scales as fine as they can be and coarse, and what decides it.
+
+    python experiments/coarse_scales/alike.py
+
+Gaussian tokens, each as loud as a power of two with a Gaussian exponent (`spread` is its standard deviation, in binades).
+Fine exponents step where the largest element is 448 * 2^n, coarse ones at 28 * 2^(4 n). So how loud the whole tensor is decides
+whether a step lies among its tokens: a column for the loudness 1, and the mean and the worst over 32 between 1 and 16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flamia.codes import encode_tokens
+
+GROUP, TOKENS = 32, 16384
+
+
+def alike(x: torch.Tensor, cell: str) -> float:
+    """The share of groups whose tokens have one exponent."""
+    _, scales = encode_tokens(x, cell)
+    groups = scales[:, 0, 0].view(-1, GROUP)
+    return (groups == groups[:, :1]).all(1).double().mean().item()
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(0)
+    print("head size | spread | fine: at 1, mean, worst | coarse: at 1, mean, worst")
+    for dim in (64, 128):
+        for spread in (0.0, 0.25, 0.5, 1.0):
+            x = torch.randn(TOKENS, 1, dim, generator=generator)
+            x = x * torch.exp2(spread * torch.randn(TOKENS, 1, 1, generator=generator))
+            row = []
+            for cell in ("e4m3:token", "e4m3:coarse"):
+                shares = [alike((x * 2.0 ** (i / 8)).bfloat16(), cell) for i in range(32)]
+                row.append(f"{shares[0]:.3f} {sum(shares) / len(shares):.3f} {min(shares):.3f}")
+            print(f"{dim} | {spread} | " + " | ".join(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
