@@ -64,12 +64,14 @@ def test_other_recipes_need_the_reference():
     assert flamia.decode(q, k, v, cache, backend="reference").shape == q.shape
 
 
+@pytest.mark.parametrize("cell", ["e4m3:token", "e4m3:coarse"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bytes_are_those_of_the_cpu(dtype):
+def test_bytes_are_those_of_the_cpu(dtype, cell):
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     for x in (torch.stack([every, torch.ones_like(every)], -1), every[:, None]):
-        codes, scales = encode_tokens(x[:, None].cuda())
-        for got, want in zip((codes, scales), encode_tokens(x[:, None])):
+        codes, scales = encode_tokens(x[:, None].cuda(), cell)
+        for got, want in zip((codes, scales), encode_tokens(x[:, None], cell)):
             assert torch.equal(got.cpu(), want)
-        got, want = token_values(codes, scales, dtype).cpu(), token_values(codes.cpu(), scales.cpu(), dtype)
+        got = token_values(codes, scales, dtype, cell).cpu()
+        want = token_values(codes.cpu(), scales.cpu(), dtype, cell)
         assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())

@@ -260,7 +260,9 @@ def test_compiled_packings_change_without_a_wait():
         results = [step(net, ids, compiled, position_ids=where) for where in packings]
     assert counter.frame_count == 1
     for got, want in zip(results, plain, strict=True):
-        errors = [error(x, y.double()) for x, y in zip(got, want, strict=True)]  # inductor rounds elsewhere than eager code
+        errors = [
+            error(x, y.double()) for x, y in zip(got, want, strict=True)
+        ]  # inductor rounds elsewhere than eager code
         assert max(errors) < 0.05, errors
     assert error(plain[0][1], plain[3][1].double()) > 0.1  # a stale packing would be noticed
 

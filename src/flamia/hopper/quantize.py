@@ -195,7 +195,7 @@ def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q, K, Q_CLEAN, 
     if head == hq:
         if tl.program_id(0) == 0:
             word = tl.arange(0, 16)
-            tl.store(TURNS + word, tl.where(word < 7, tl.load(COUNTS + word), 0))
+            tl.store(TURNS + word, tl.load(COUNTS + word, mask=word < 7, other=0))
         token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         if tl.load(COUNTS + 2) != 0:
             _clean(Q, Q_CLEAN, token, q_rows, hq, q_stride_t, q_stride_h, D)
