@@ -13,8 +13,8 @@ def few(monkeypatch):
     """Only the first experiments of each channel."""
     every = dependency.experiments
 
-    def some(channel, seed):
-        for _, made in zip(range(3), every(channel, seed)):
+    def some(channel, seed, effort="quick"):
+        for _, made in zip(range(3), every(channel, seed, effort)):
             yield made
 
     monkeypatch.setattr(dependency, "experiments", some)
@@ -28,6 +28,13 @@ def test_a_channel_has_checks_of_its_own_rows(channel):
     assert checks and all(len(c.rows) == len(c.into) > 0 for c in checks)
     if channel in ("2^20", "2^126", "nan"):
         assert seen == {"spike" if channel == "2^20" else channel}
+
+
+def test_less_effort_is_fewer_experiments_of_every_channel():
+    for channel in CHANNELS:
+        brief, quick = (len(list(experiments(channel, 0, effort))) for effort in ("brief", "quick"))
+        assert 0 < brief <= quick, channel
+    assert len(list(experiments("k", 0, "brief"))) < len(list(experiments("k", 0)))
 
 
 def test_operands_are_changed_alone():
@@ -71,5 +78,8 @@ def test_the_command(few, tmp_path, monkeypatch, capsys):
     found = json.loads(out.read_text())
     assert [r["recipe"] for r in found["rows"]] == ["bf16", "k_centered"] and list(found["channels"]) == list(CHANNELS)
     assert found["rows"][1]["channels"]["k"]["O"]["largest"] > 0 and "k_centered: at most" in capsys.readouterr().out
+    assert found["effort"] == "quick" and max(found["lengths"]) == 300
+    dependency.main(["--recipe", "bf16", "--effort", "brief", "--out", str(out)])
+    assert max(json.loads(out.read_text())["lengths"]) == 170
     with pytest.raises(SystemExit, match="no route"):
         dependency.main(["--recipe", "mxfp7", "--out", str(out)])

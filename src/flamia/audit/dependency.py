@@ -28,7 +28,7 @@ import torch
 
 from flamia.jsonable import text as json_text
 
-from .efforts import settings_for
+from .efforts import EFFORTS, settings_for
 from .judge import change_size, differs
 from .probes import NATIVE, OPERANDS, Book, Experiment
 from .recipes import Mask, callable_of, default_recipes
@@ -59,8 +59,8 @@ OWED = {
 Made = Callable[[], Experiment]
 
 
-def book(window: int | None, seed: int, dtype: torch.dtype = torch.bfloat16) -> Book:
-    settings = settings_for("quick", "packed", dtype, (window, 0), None, None, seed)
+def book(window: int | None, seed: int, effort: str = "quick", dtype: torch.dtype = torch.bfloat16) -> Book:
+    settings = settings_for(effort, "packed", dtype, (window, 0), None, None, seed)
     return Book(settings, HEADS, HEAD_DIM)
 
 
@@ -82,8 +82,8 @@ def others(b: Book, how: str, operands: Iterable[str], tones: Iterable[str]) -> 
                 yield partial(b.change, tone, operand, how, document, 0)
 
 
-def experiments(channel: str, seed: int) -> Iterator[Made]:
-    b = book(WINDOW if channel == "window" else None, seed)
+def experiments(channel: str, seed: int, effort: str = "quick") -> Iterator[Made]:
+    b = book(WINDOW if channel == "window" else None, seed, effort)
     watched, cuts = b.settings.watched, b.settings.cuts
     if channel in OPERANDS:
         yield from later(b, channel)
@@ -111,7 +111,9 @@ def experiments(channel: str, seed: int) -> Iterator[Made]:
         yield from others(b, how, ("all",), ("plain", "values"))
 
 
-def measure(recipe: str, channels: Sequence[str] = tuple(CHANNELS), seed: int = 0) -> dict[str, Any]:
+def measure(
+    recipe: str, channels: Sequence[str] = tuple(CHANNELS), seed: int = 0, effort: str = "quick"
+) -> dict[str, Any]:
     """{channel: {tensor: {"largest", "comparisons", "moved", "by"}}} of one recipe, or control of that name."""
     from flamia.recipe import CONTROLS, Recipe
 
@@ -124,7 +126,7 @@ def measure(recipe: str, channels: Sequence[str] = tuple(CHANNELS), seed: int = 
             t: {"largest": 0.0, "comparisons": 0, "moved": 0, "by": ""} for t in WATCHED
         }
         bases: dict[int, Any] = {}
-        for made in experiments(channel, seed):
+        for made in experiments(channel, seed, effort):
             experiment = made()
             key = id(experiment.base)
             if key not in bases:
@@ -161,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--recipe", action="append", help="may be repeated; default: every preset and the controls")
     made.add_argument("--processes", type=int, default=2)
+    made.add_argument("--effort", choices=EFFORTS, default="quick", help="documents, cuts and lengths: as in an audit")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--commit", help="what to call this version, where git is not at hand")
     made.add_argument("--out", type=Path, default=Path("out/dependency-cpu.json"))
@@ -180,16 +183,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"flamia.audit.dependency: {error}")
     started = time.monotonic()
     found: dict[str, Any] = surroundings("cpu", options.commit)
-    found |= {"heads": HEADS, "head_dim": HEAD_DIM, "window": WINDOW, "seed": options.seed}
-    found |= {"lengths": book(None, options.seed).settings.lengths, "channels": CHANNELS, "rows": []}
+    settings = book(None, options.seed, options.effort).settings
+    found |= {"heads": HEADS, "head_dim": HEAD_DIM, "window": WINDOW, "seed": options.seed, "effort": options.effort}
+    found |= {"lengths": settings.lengths, "cuts": settings.cuts, "channels": CHANNELS, "rows": []}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(options.processes, get_context("spawn"), one_thread) as pool:
-        for row in pool.map(partial(measure, seed=options.seed), names):
+        for row in pool.map(partial(measure, seed=options.seed, effort=options.effort), names):
             found["rows"].append(row)
             most = max(size["largest"] for sizes in row["channels"].values() for size in sizes.values())
             print(f"{row['recipe']}: at most {most:.2g} ({row['seconds']:.0f} s)", flush=True)
-    found["seconds"] = round(time.monotonic() - started, 1)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json_text(found) + "\n", encoding="utf-8")
+            found["seconds"] = round(time.monotonic() - started, 1)
+            options.out.write_text(json_text(found) + "\n", encoding="utf-8")  # after each: a run cut short keeps them
     print(options.out)
 
 
