@@ -76,7 +76,32 @@ def test_captured_activations_are_cut_to_whole_documents(tmp_path):
     assert (first.name, first.lengths) == ("captured:0", (70, 9)) and len(first.tensors[0]) == 79
     assert (last.name, last.lengths) == ("captured:5", (120,))  # one whole document, however long
     torch.save({"0": {"q": torch.zeros(1)}}, path)
-    with pytest.raises(ValueError, match="layer '0' must hold q, k, v, do, cu_seqlens"):
+    with pytest.raises(ValueError, match="layer '0' lacks k, v, do, cu_seqlens"):
+        list(captured(path, 80, "cpu"))
+
+
+def test_the_activations_that_a_study_keeps_are_read(tmp_path):
+    """Kept by the study's own function: layers, and beside them one packing for all."""
+    from dataclasses import replace
+
+    from flamia.study import plan, run
+    from flamia.study.engine import Engine, activations
+    from flamia.study.text import Text
+
+    settings = replace(plan.LEAK.settings, shape=run.TINY, length=128, documents=3, steps=8, final_documents=3)
+    pieces = torch.randint(97, 122, (3, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    engine = Engine(plan.LEAK.runs[0], settings, Text(pieces, pieces, {}), torch.device("cpu"))
+    kept = activations(engine, (0, 1), (1,), 2)
+    path = tmp_path / "a.pt"
+    torch.save(kept, path)
+    first, last = captured(path, 10**6, "cpu")
+    assert (first.name, last.name) == ("captured:0", "captured:1") and first.lengths == last.lengths == (128, 128)
+    assert torch.equal(last.tensors[3], kept["layers"][1]["do"]) and last.tensors[0].shape == (256, 1, 32)
+    assert by_reference(Recipe.bf16(), last, exact(last, 32**-0.5), 32**-0.5)["error"]["dq"] < 0.05
+    short = next(captured(path, 128, "cpu"))
+    assert short.lengths == (128,)
+    torch.save(kept | {"cu_seqlens": torch.tensor([0, 128, 300])}, path)
+    with pytest.raises(ValueError, match="layer 0 has 256 tokens where its cu_seqlens end at 300"):
         list(captured(path, 80, "cpu"))
 
 

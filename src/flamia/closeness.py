@@ -16,8 +16,9 @@ outlier_channels:20  scores alone in 8 and 4 bits, with and without rotation: wh
                      features of K are 20 times as large
 captured:LAYER       every recipe, on what a layer of a trained model really feeds its attention
 
-A file of activations is what `torch.save` makes of {layer: {"q", "k", "v", "do", "cu_seqlens"}}, packed tensors of (tokens,
-heads, D); as many whole documents from its start are used as `--tokens` allows.
+A file of activations is what `python -m flamia.study` leaves, {"layers": {layer: {"q", "k", "v", "do"}}, "cu_seqlens"}, or,
+where layers have documents of their own, {layer: {"q", "k", "v", "do", "cu_seqlens"}}: packed tensors of (tokens, heads, D).
+As many whole documents from its start are used as `--tokens` allows.
 """
 
 from __future__ import annotations
@@ -81,11 +82,21 @@ def drawn(kind: str, lengths: tuple[int, ...], heads: int, dim: int, device: str
 
 def captured(path: Path, tokens: int, device: str) -> Iterator[Sample]:
     """The layers of a file of activations, cut to whole documents of `tokens` altogether (one at least)."""
-    layers = torch.load(path, map_location="cpu", weights_only=True)
-    needed = ("q", "k", "v", "do", "cu_seqlens")
+    layers, needed = torch.load(path, map_location="cpu", weights_only=True), ("q", "k", "v", "do", "cu_seqlens")
+    shared: dict[str, Any] = {}
+    if "layers" in layers:  # the study's: one packing for all of them
+        shared = {name: layers[name] for name in ("cu_seqlens",) if name in layers}
+        layers = layers["layers"]
     for layer, held in layers.items():
-        if not isinstance(held, dict) or any(name not in held for name in needed):
-            raise ValueError(f"{path}: layer {layer!r} must hold {', '.join(needed)}, each a tensor")
+        held = shared | held if isinstance(held, dict) else {}
+        if missing := [name for name in needed if not isinstance(held.get(name), Tensor)]:
+            raise ValueError(
+                f"{path}: layer {layer!r} lacks {', '.join(missing)}; a layer holds tensors q, k, v and do, and cu_seqlens "
+                "stands there or beside 'layers'"
+            )
+        rows, end = len(held["q"]), int(held["cu_seqlens"][-1])
+        if rows < end:
+            raise ValueError(f"{path}: layer {layer!r} has {rows} tokens where its cu_seqlens end at {end}")
         lengths: list[int] = []
         for n in held["cu_seqlens"].diff().tolist():
             if lengths and sum(lengths) + n > tokens:
