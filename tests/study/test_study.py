@@ -124,6 +124,14 @@ def test_unknown_names_are_refused(folder, tmp_path):
         run.main(options(folder, tmp_path, "--steps", "3"))
 
 
+def test_sizes_are_a_choice_of_one():
+    small = run.prepared(run.parser().parse_args(["--out", "x", "--small", "--steps", "40"]))
+    assert [(s.settings.length, s.settings.steps, s.settings.shape.width) for s in small] == [(256, 40, 128)] * 2
+    assert [bool(s.settings.diagnose_every) for s in small] == [False, True]
+    with pytest.raises(SystemExit):
+        run.parser().parse_args(["--out", "x", "--small", "--tiny"])
+
+
 def test_divergence_is_a_result_and_one_failure_takes_no_other_run(folder, tmp_path, monkeypatch):
     calls = 0
 

@@ -37,6 +37,7 @@ from flamia.train.model import Shape
 LAYERS, HEADS, DOCUMENTS = (0, 2, 5), (1, 6), 4
 """Whose activations are kept: 2,048 tokens of two heads of three layers, 12.6 MB."""
 TINY = Shape(layers=2, width=64, heads=2, kv_heads=2, head_dim=32, hidden=128)
+SMALL = Shape(layers=2, width=128, heads=2, kv_heads=2, head_dim=64, hidden=352)
 PROBED = -math.inf
 """The deadline of a run that is only to be timed."""
 CLOSE = 2.0**-7
@@ -91,6 +92,11 @@ def prepared(options: argparse.Namespace) -> list[Study]:
             settings = replace(
                 settings, shape=TINY, length=256, documents=2, steps=12, warmup=2, evaluate_every=6, evaluate_documents=1,
                 final_documents=2, diagnose_every=6 if settings.diagnose_every else 0,
+            )  # fmt: skip
+        elif options.small:
+            settings = replace(
+                settings, shape=SMALL, length=256, documents=4, steps=250, warmup=20, evaluate_every=100, evaluate_documents=16,
+                final_documents=128, diagnose_every=50 if settings.diagnose_every else 0,
             )  # fmt: skip
         changes = {"steps": options.steps, "documents": options.documents}
         settings = replace(settings, **{key: value for key, value in changes.items() if value})
@@ -186,7 +192,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device")
     made.add_argument("--commit", help="what to call this version, where git is not at hand")
     made.add_argument("--probe", action="store_true", help="train nothing: time a few steps of each run, into not_run")
-    made.add_argument("--tiny", action="store_true", help="a model of two layers and twelve steps: to try the command")
+    sizes = made.add_mutually_exclusive_group()
+    sizes.add_argument("--tiny", action="store_true", help="a model of two layers and twelve steps: to try the command")
+    sizes.add_argument(
+        "--small", action="store_true", help="two layers of width 128, 250 steps of 4 x 256 bytes: for a CPU"
+    )
     return made
 
 
