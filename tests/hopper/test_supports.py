@@ -1,0 +1,46 @@
+"""Which calls the kernels say that they compute, and what they say of the others. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flamia.hopper import launch
+from flamia.recipe import Recipe
+
+
+def reason(
+    recipe: str, monkeypatch, dim: int = 128, dtype: torch.dtype = torch.bfloat16, generation: int = 9
+) -> str | None:
+    monkeypatch.setattr(launch, "generation", lambda device: generation)
+    x = SimpleNamespace(shape=(8, 2, dim), device=torch.device("cuda", 0), dtype=dtype)
+    return launch.supports(x, x, x, Recipe.parse(recipe), None)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_scores", "mxfp8_scores/fold", "mxfp8_scores/fast"])
+def test_the_three_presets_of_the_default_route_are_one(recipe, monkeypatch):
+    """Its scales belong to one token each, so there is nothing that `fast` could save: same tables, same kernels."""
+    assert reason(recipe, monkeypatch) is None
+    mine, plain = Recipe.parse(recipe), launch.PLAIN
+    assert (mine.full, mine.frontier, mine.lag, mine.dq_accumulator) == (
+        plain.full, plain.frontier, plain.lag, plain.dq_accumulator,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe, options, says",
+    [
+        ("mxfp8/strict", {}, "route 'mxfp8' has no Hopper kernel"),
+        ("mxfp8_scores/strict,delta=compensated", {}, "without options"),
+        ("mxfp8_scores/strict,o_v=e4m3:token", {}, "without options"),
+        ("mxfp8_scores", {"dim": 80}, "64 or 128"),
+        ("mxfp8_scores", {"dtype": torch.float16}, "bfloat16"),
+        ("mxfp8_scores", {"generation": 10}, "Hopper"),
+    ],
+)
+def test_what_has_no_kernel_is_told(recipe, options, says, monkeypatch):
+    assert says in (reason(recipe, monkeypatch, **options) or "")
