@@ -1,7 +1,7 @@
 """Draw the pictures of README and docs: python scripts/figures.py [folder [mass.svg ...]].
 
-``two_tokens`` and ``leaks`` show what the library computes here; ``mass`` and ``speed`` are drawn from docs/results, and
-say in their metadata from which bytes.
+``two_tokens`` and ``leaks`` show what the library computes here; the others are drawn from docs/results, and say in their
+metadata from which bytes.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
+import figures_more
+import figures_study
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Patch
@@ -141,7 +144,20 @@ def speed(path: Path) -> None:
     plt.close(figure)
 
 
-PICTURES = {"two_tokens.svg": two_tokens, "leaks.svg": leaks, "mass.svg": mass, "speed.svg": speed}
+def study(draw: Callable[..., None], name: str) -> Callable[[Path], None]:
+    return lambda path: draw(*results(name), path)
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "two_tokens.svg": two_tokens,
+    "leaks.svg": leaks,
+    "mass.svg": mass,
+    "speed.svg": speed,
+    "parts.svg": study(figures_more.parts, "bench-more-h200"),
+    "rotation.svg": study(figures_more.rotation, "closeness-h200"),
+    "study_leak.svg": study(figures_study.leak, "study-h200"),
+    "study_curves.svg": study(figures_study.curves, "study-h200"),
+}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")

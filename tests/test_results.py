@@ -14,7 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS, RESULTS = ROOT / "scripts", ROOT / "docs" / "results"
 DECIMAL = re.compile(r"(?<![\w.])\d*\.\d+(?![\w.]*\w)")
-DRAWN = {"mass.svg": "peers-h200", "speed.svg": "bench-h200"}
+DRAWN = {
+    "mass.svg": "peers-h200",
+    "speed.svg": "bench-h200",
+    "study_leak.svg": "study-h200",
+    "study_curves.svg": "study-h200",
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +65,14 @@ def test_every_block_is_on_a_page(scripts):
     assert {name for name in scripts["tables"].BLOCKS if f"<!-- begin {name} -->" not in pages} == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/evidence.md"])
+PAPERS = {"0.811", "0.827", "0.852", "0.888", "0.940", "0.0008", "0.049"}
+"""Losses of FLAMIA's paper that the page of the training studies quotes."""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/evidence.md", "docs/evidence-training.md"])
 def test_no_measured_number_outside_of_the_blocks(page):
     given = {"3.10", "2.11", "2.13", "2.0", "2611.03344", "1.1", "1.25"}  # versions, a paper, the goal of speed
+    given |= PAPERS if page == "docs/evidence-training.md" else set()
     assert set(DECIMAL.findall(prose(page, blocks=False))) <= given
 
 
@@ -105,6 +115,40 @@ def test_ratios_follow_from_the_samples(name):
             each = [w["ratios"][peer][kind][1] for w in found["workloads"] if w["group"] == "packed"]
             assert math.exp(statistics.fmean(map(math.log, each))) == pytest.approx(mean["mean"])
             assert (min(each), len(each)) == (pytest.approx(mean["least"]), mean["workloads"])
+
+
+@pytest.mark.parametrize("name, study", [("study-h200", "leak")])
+def test_studies_hold_whole_runs_on_the_same_documents(name, study):
+    assert (RESULTS / f"{name}.json").stat().st_size < 1_000_000
+    found = load(name)
+    settings = found["sessions"][-1]["settings"][study]
+    names = [run["name"] for run in found["runs"]]
+    assert len(set(names)) == len(names) and not set(names) & {
+        key.partition(": ")[2] for session in found["sessions"] for key in session["not_run"]
+    }
+    assert all(max(session["check"]["largest_difference"].values()) <= 2.0**-7 for session in found["sessions"])
+    for run in found["runs"]:
+        assert run["study"] == study and run["diverged_at"] is None
+        assert len(run["loss"]) == len(run["gradient_norm"]) == settings["steps"]
+        for losses in (run["own"], run["exact"], *run["through"].values()):
+            assert len(losses) == settings["final_documents"] and all(map(math.isfinite, losses))
+
+
+def test_the_words_about_training_follow_from_the_losses():
+    """What evidence-training.md concludes, found without the maker of its blocks."""
+    runs = {run["name"]: run for run in load("study-h200")["runs"]}
+    loss = {name: statistics.fmean(run["exact"]) for name, run in runs.items()}
+    own = {name: statistics.fmean(run["own"]) for name, run in runs.items()}
+    floor = abs(loss["bf16, other weights"] - loss["bf16"])
+    broken, sound = ("nvfp4/fast", "nvfp4/fold"), ("mxfp8_scores/strict", "nvfp4_fp8/fast", "nvfp4_fp8/strict")
+    assert all(abs(loss[name] - loss["bf16"]) < floor / 6 for name in sound)
+    assert all(loss[name] - loss["bf16"] > 12.706 * floor for name in broken)
+    assert all(max(runs[name]["gradient_norm"][400:]) > 100 for name in broken)
+    assert all(max(runs[name]["gradient_norm"][400:]) < 5 for name in sound)
+    assert all(own[name] > loss[name] - 1e-4 for name in runs)  # no use of a leak: none is better through its own
+    assert loss["nvfp4/fold"] - loss["bf16"] > 100 * (
+        statistics.fmean(runs["bf16"]["through"]["nvfp4/fold"]) - loss["bf16"]
+    )
 
 
 def test_the_audits_counts_agree():
