@@ -122,8 +122,11 @@ def test_every_16_bit_number_decodes_to_the_same_bytes(dtype, cell):
 def test_marks_survive_in_16_bits(cell):
     x = rows(3, 32, 1.0)
     bad = torch.tensor([[True, False], [False, False], [False, True]])
-    values = token_values(*pack(encoded(x, cell), cell, 128, bad), torch.bfloat16, cell)
-    assert torch.equal(values.isnan().all(-1), bad) and same_bits(values[1], values[1])
+    values, plain = (
+        token_values(*pack(encoded(x, cell), cell, 128, marks), torch.bfloat16, cell) for marks in (bad, None)
+    )
+    assert torch.equal(values.isnan().all(-1), bad) and plain.isfinite().all()
+    assert same_bits(values[~bad], plain[~bad]) and values[bad].isnan().all()
 
 
 @per_token

@@ -12,9 +12,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs an NVIDIA Hopper GPU", allow_module_level=True)
 
 import oracle
-from calls import CASES, NAMES, RECIPE, error, make, offsets, run
+from calls import CASES, NAMES, RECIPE, error, make, offsets, run, same
 
 from flamia import hopper
+from flamia.codes import encode_tokens
 from flamia.packing import Documents
 
 
@@ -52,14 +53,30 @@ def test_scales_that_differ(case, which):
     assert max(report.values()) < 4e-3, report
 
 
-def test_one_factor_or_many_give_the_same_bits():
-    """What a token of another scale does to the way its neighbours take must not show: it is masked from them by position
-    or lies in another head's way."""
-    q, k, v, do, dlse, documents = make("one", tail=0)
+@pytest.mark.parametrize("case", ["long", "grouped", "small heads", "window", "open"])
+def test_one_factor_or_many_give_the_same_bits(case):
+    """One key in 32 has a score so low that its weight is exactly zero everywhere. Whether it has its neighbours' scale, so
+    that they go the fast way, or another, so that they go the general one, must not show in anything."""
+    q, k, v, do, dlse, documents = make(case)
+    q[..., 0], k[..., 0], k[..., 1] = 64, 0, 4
+    lone = torch.arange(len(k), device="cuda") % 32 == 5
+    k[lone] = 0
+    results = []
+    for size, scales in ((28, 1), (112, 2)):
+        k[lone, :, 0] = -size
+        assert len(encode_tokens(k, "e4m3:coarse")[1].unique()) == scales
+        results.append(run(q, k, v, do, dlse, documents))
+    assert same(*results)
+    assert not any(results[0][i][lone].any() for i in (3, 4))
+
+
+def test_a_token_of_another_scale_does_not_show_before_it():
+    q, k, v, do, dlse, documents = make("long", tail=0)
     plain = run(q, k, v, do, dlse, documents)
-    k[290] *= 64  # in the last block of keys: rows before it see none of it, but share steps with it
+    k[600] *= 64  # rows from 640 on see its block whole; those of its own block share a step with it
     other = run(q, k, v, do, dlse, documents)
-    assert torch.equal(plain[0][:290], other[0][:290]) and torch.equal(plain[2][:290], other[2][:290])
+    assert torch.equal(plain[0][:600], other[0][:600]) and torch.equal(plain[2][:600], other[2][:600])
+    assert not torch.equal(plain[0][640:1111], other[0][640:1111])
 
 
 def test_rows_outside_documents_are_zero():
