@@ -18,6 +18,7 @@ and leave, that much later. Where K and V are codes from the start and no window
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import torch
@@ -216,7 +217,12 @@ class KVCache:
             raise
 
     def _settle(self) -> None:
-        """Close and drop the blocks that no query can need otherwise any more."""
+        """Close and drop the blocks that no query can need otherwise any more. Where memory for that is short, what is still
+        open stays open, which changes no bit, until the next call."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._close_and_drop()
+
+    def _close_and_drop(self) -> None:
         block = self.recipe.frontier_block
         for i, pair in enumerate(self._stores):
             oldest = max(0, self._lengths[i] - self.rollback)

@@ -155,15 +155,23 @@ class Operand:
         count = end - self.closed_rows
         if not self.spec.closes or count <= 0:
             return
-        for rows, new in zip(self.closed, encode_rows(self.spec, self.open.rows[:count], [count], recipe)):
-            rows.add(new)
+        before = self.closed_rows
+        try:
+            for rows, new in zip(self.closed, encode_rows(self.spec, self.open.rows[:count], [count], recipe)):
+                rows.add(new)
+        except BaseException:  # out of memory, an interrupt: codes without their scales
+            self._keep_closed(before)
+            raise
         self.open.drop(count)
 
     def keep(self, count: int) -> None:
         closed = min(count, self.closed_rows)
-        for rows, part in zip(self.closed, self.layout):
-            rows.keep(-(-closed // part.rows))
+        self._keep_closed(closed)
         self.open.keep(count - closed)
+
+    def _keep_closed(self, count: int) -> None:
+        for rows, part in zip(self.closed, self.layout):
+            rows.keep(-(-count // part.rows))
 
     def drop(self, count: int) -> None:
         closed = min(count, self.closed_rows)

@@ -335,3 +335,27 @@ def test_memory_that_runs_out_halfway_leaves_the_cache_as_it_was(recipe, fails, 
     assert held.lengths == (10, 0)
     o, lse = decode(q[10:], k[10:], v[10:], held, cu, return_lse=True)
     assert same_bits(o, expected[0][10:]) and same_bits(lse, expected[1][:, 10:])
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3, 4])
+def test_a_block_that_cannot_be_closed_stays_open(fails, monkeypatch):
+    """Closing needs memory for codes and scales of K and V; without it the call is answered all the same, and the block is
+    closed by a later one. No bit of any answer shows it."""
+    player = Player("mxfp8/strict", tensors=tensors((300,)), lengths=(300,))
+    player.step([100])
+    calls, add = itertools.count(1), cached.Rows.add
+    open_before = [operand.closed_rows for operand in player.cache._stores[0]]
+
+    def short_of_memory(rows, x):
+        if x.dtype == torch.uint8 and next(calls) == fails:
+            raise torch.OutOfMemoryError("no room for codes")
+        add(rows, x)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cached.Rows, "add", short_of_memory)
+        player.step([30])  # 130 tokens: the first block of 128 would close
+    assert next(calls) > fails
+    closed = [operand.closed_rows for operand in player.cache._stores[0]]
+    assert open_before == [0, 0] and closed == ([0, 0] if fails <= 2 else [128, 0])
+    player.play(lambda: 7)
+    assert [operand.closed_rows for operand in player.cache._stores[0]] == [256, 256]
