@@ -88,6 +88,11 @@ def test_a_study_is_written_and_continued(folder, tmp_path):
     assert len(again["sessions"]) == 2 and not (second / "activations.pt").exists()
     assert again["runs"][1]["own"] != again["runs"][1]["exact"]
 
+    with pytest.raises(SystemExit, match="steps 12, now 20"):
+        run.main(options(folder, second, "--studies", "leak", "--steps", "20", *more))
+    run.main(
+        options(folder, second, "--studies", "faults", "--steps", "20", "--probe", *more[:2], "--only", "mxfp8/fold")
+    )
     with pytest.raises(SystemExit, match="other text"):
         (folder / "more.py").write_text("another text " * 50)
         run.main(options(folder, second, *more))

@@ -6,8 +6,9 @@ included). Parts are differences of medians, so their sum is a whole call up to 
 uncertain by; `parts_over_whole` says how well they add up, against the public function's own training call.
 
 Bytes are counted, not measured: every 16-bit tensor that an encoder must read once, every code, factor and 16-bit copy
-that it must write once, whole blocks of 128 rows where it writes those. The yardstick is a copy between two buffers of a
-gibibyte on the same card in the same rounds (two bytes of traffic for each byte copied).
+that it must write once, whole blocks of 128 rows where it writes those (but for the factors of groups, a quarter of a byte
+for each key). Beside them stands a copy between two buffers of a gibibyte on the same card in the same rounds (two bytes of
+traffic for each byte copied). It is no bound: in a graph a copy may be slower than a kernel, and on an H200 it was.
 """
 
 from __future__ import annotations

@@ -70,6 +70,20 @@ def check(studies: Sequence[Study], device: torch.device) -> dict[str, Any]:
     return {"largest_difference": found, "rounding_kernel": quick.has_kernel()}
 
 
+def check_settings(earlier: dict[str, Any], studies: Sequence[Study], path: str) -> None:
+    """Refuse to continue a study whose finished models were trained with other settings."""
+    for each in studies:
+        held = [session["settings"][each.name] for session in earlier["sessions"] if each.name in session["settings"]]
+        now = json.loads(jsonable.text(asdict(each.settings)))
+        if held and any(run["study"] == each.name for run in earlier["runs"]) and held[-1] != now:
+            changed = ", ".join(
+                f"{name} {held[-1].get(name)}, now {now[name]}" for name in now if now[name] != held[-1].get(name)
+            )
+            raise SystemExit(
+                f"{path}: its runs of study {each.name!r} had other settings ({changed}); give them again, or another --studies"
+            )
+
+
 def chosen(names: str | None, studies: Sequence[Study]) -> list[tuple[Study, Run]]:
     every = [(study, run) for study in studies for run in study.runs]
     if names is None:
@@ -131,6 +145,7 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
     if earlier:
         if earlier["text"]["sha256"] != text.facts["sha256"]:
             raise SystemExit(f"{options.have} was trained on other text; its runs cannot stand beside new ones")
+        check_settings(earlier, studies, options.have)
         found |= {"runs": earlier["runs"], "sessions": earlier["sessions"]}
     session: dict[str, Any] = {"date": found["date"], "commit": found["commit"], "check": check(studies, device)}
     session |= {"settings": {s.name: asdict(s.settings) for s in studies}, "not_run": {}, "seconds": 0.0}
