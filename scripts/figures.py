@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
+import figures_more
 import figures_study
 import matplotlib.pyplot as plt
 import torch
@@ -152,6 +153,8 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "leaks.svg": leaks,
     "mass.svg": mass,
     "speed.svg": speed,
+    "parts.svg": study(figures_more.parts, "bench-more-h200"),
+    "rotation.svg": study(figures_more.rotation, "closeness-h200"),
     "study_leak.svg": study(figures_study.leak, "study-h200"),
     "study_curves.svg": study(figures_study.curves, "study-h200"),
 }

@@ -13,7 +13,9 @@ import textwrap
 from typing import Any
 
 import tables_audit  # noqa: F401  registers its blocks
+import tables_closeness  # noqa: F401
 import tables_limits  # noqa: F401
+import tables_more  # noqa: F401
 import tables_study  # noqa: F401
 from results import BLOCKS, FP8, OURS_AUDITED, ROOT, block, load, masses, small, table
 
