@@ -62,7 +62,8 @@ def row_values(buffer, heads, rows):
 
 
 def common_factors(factors: torch.Tensor, x: torch.Tensor, lengths) -> torch.Tensor:
-    """For each token (T, H) the factor that all of its group of 32 have, 0 where two differ; zeros agree with any."""
+    """For each token (T, H) the factor that all of its group of 32 have, 0 where two differ or where it is above 1 or below
+    2^-64; zeros agree with any."""
     out, first = torch.zeros_like(factors), 0
     for n in lengths:
         for start in range(first, first + n, 32):
@@ -70,7 +71,8 @@ def common_factors(factors: torch.Tensor, x: torch.Tensor, lengths) -> torch.Ten
             for h in range(x.shape[1]):
                 some = factors[part, h][x[part, h].any(-1)].unique()
                 zero = factors[part, h][:1] if not len(some) else 0.0
-                out[part, h] = some[0] if len(some) == 1 else zero
+                fits = len(some) == 1 and 2.0**-64 <= some[0].abs() <= 1
+                out[part, h] = some[0] if fits else zero
         first += n
     return out
 

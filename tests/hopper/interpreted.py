@@ -161,23 +161,25 @@ def check_factors() -> None:
 
 
 def check_common_factors() -> None:
-    """One factor for 32 tokens where all have it; zeros agree with any; 0 where two differ or one is not finite."""
-    q, k, v, _, documents = case([200], None, None, 0, tail=0, heads=(1, 1))
-    k[:] = torch.randn_like(k)
+    """One factor for 32 tokens where all have it; zeros agree with any; 0 where two differ, where one is not finite, and where
+    the factor is one with which the order of multiplication could show."""
+    q, k, v, _, documents = case([200, 96], None, None, 0, tail=0, heads=(1, 1))
     k[40] *= 64  # the second group
     k[70] = 0  # the third
     k[96:128] = 0  # the fourth
     k[140, 0, 3] = math.nan  # the fifth
+    k[200:] = torch.randn(96, 1, 64).clamp(-3, 3).bfloat16()
+    k[200:, 0, 5] = 3
+    k[200:232] *= 2.0**8  # the second document, whose largest elements are 768, 3 * 2^-64 and 3 * 2^-60
+    k[232:264] *= 2.0**-64
+    k[264:296] *= 2.0**-60
     launch.forward(q, k, v, documents, RECIPE, -0.3)
     seen = RECORDED["encode_kernel"]
-    factors = seen["KF"].view(-1)[:200]
+    factors = seen["KF"].view(-1)
     a, c, f, g = factors[[0, 64, 160, 192]].tolist()
-    want = [
-        [a, 0, c, -1],
-        [c, -1],
-        [0, f, g, -1],
-        [g, -1],
-    ]  # of 64 tokens each: two groups, and where used the next two
+    assert factors[[256, 288, 320]].tolist() == [-16, -(2.0**-68), -(2.0**-64)]
+    want = [[a, 0, c, -1], [c, -1], [0, f, g, -1], [g, -1], [0, 0, -(2.0**-64), -1], [-(2.0**-64), -1]]
+    # of 64 tokens each: their two groups, and where it is used the next two
     assert [some[: len(due)].tolist() for some, due in zip(seen["KG"].view(-1, 4), want)] == want
 
 

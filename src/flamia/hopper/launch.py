@@ -11,7 +11,6 @@ parts of a buffer are cut out by one `split_with_sizes` (`split` takes twice as 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flamia.packing import Documents
-from flamia.recipe import Recipe
+from flamia.recipe import SAFETIES, Recipe
 from flamia.saved import GROUP, nbytes, sections
 
 from .compat import HOLD_Q_OF_128, TensorDescriptor, descriptor
@@ -44,6 +43,7 @@ TUNING = {
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # releases of Triton differ in whether they fuse unasked
 SMALLEST_SCALE = 1e-30  # stands for a softmax scale of zero, so that -inf * scale stays -inf
 PLAIN = Recipe.strict("mxfp8_scores")
+NAMES = tuple(Recipe.parse(f"mxfp8_scores/{name}") for name in SAFETIES)  # scales of one token: all three are one
 
 
 class Encoded(NamedTuple):
@@ -253,7 +253,7 @@ def supports(
         return f"the kernels need a Hopper GPU (compute capability 9.x); the tensors are on {q.device}"
     if recipe.route != "mxfp8_scores":
         return f"route {recipe.route!r} has no Hopper kernel; 'mxfp8_scores' has"
-    if replace(recipe, safety="strict") != PLAIN:  # its scales are one token's: strict, fold and fast are one
+    if recipe not in NAMES:
         return f"recipe {str(recipe)!r}: the kernels compute {str(PLAIN)!r} without options"
     if q.dtype != torch.bfloat16:
         return f"dtype {q.dtype}: the kernels take bfloat16"

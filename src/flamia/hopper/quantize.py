@@ -48,11 +48,13 @@ def _power(e):
 @triton.jit
 def _common(e, amax, bad, factor):
     """The factor of all tokens of a group, or 0 where two of them differ or one is not finite. A token of zeros agrees with
-    any: its scores are zero."""
+    any: its scores are zero. Factors above 1 (a key above 448) or below 2^-64 count as different: in between, a score times
+    the factor and the factor times the query's stay inside float32 wherever the other does, so which of the two a kernel
+    takes shows in no bit."""
     low = tl.min(tl.where(amax == 0, 127, e), 0)
     high = tl.max(tl.where(amax == 0, -126, e), 0)
     none = tl.max(amax, 0) == 0
-    agree = (tl.max(bad.to(tl.int32), 0) == 0) & (none | (low == high))
+    agree = (tl.max(bad.to(tl.int32), 0) == 0) & (none | ((low == high) & (high <= 0) & (high >= -64)))
     return tl.where(agree, _power(tl.where(none, 0, high)) * factor, 0.0)
 
 
