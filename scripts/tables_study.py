@@ -84,7 +84,7 @@ def machine(name: str) -> str:
     commits = list(dict.fromkeys(s["commit"] for s in sessions))
     calls = "one call" if len(sessions) == 1 else f"{len(sessions)} calls"
     return (
-        f"{found['machine']['device']}, torch {versions['torch']}"
+        f"{found['machine']['device'].replace('cpu', 'One core of a CPU')}, torch {versions['torch']}"
         + (f", Triton {versions['triton']}" if versions.get("triton") and "H200" in found["machine"]["device"] else "")
         + f"; commit {', '.join(commits)}, {sessions[0]['date'][:10]}; {calls}, "
         f"{sum(s['seconds'] for s in sessions):.0f} s in all. Text: {text['files']:,} sources, the Python modules of "
@@ -232,14 +232,17 @@ def residuals(run: dict[str, Any]) -> tuple[str, str]:
     return f"{max(layer['row_residual'] for layer in layers):.2g}", f"{100 * zeroed:.1f}%"
 
 
+@block
 def faults_machine() -> list[str]:
     return [machine(FAULTS)]
 
 
+@block
 def faults_setting() -> list[str]:
     return [described(FAULTS, "faults")]
 
 
+@block
 def faults_losses() -> list[str]:
     mine, rows = named("faults"), []
     for name, run in mine.items():
@@ -248,12 +251,36 @@ def faults_losses() -> list[str]:
         height = f"{statistics.median(norms[-TAIL:]):.2f} / {max(norms[len(norms) // 4 :]):.2f}"
         residual, zeroed = residuals(run)
         if run["diverged_at"]:
-            rows.append(
-                [code(name), code(run["control"]), f"diverged at step {run['diverged_at']}", "", "", residual, zeroed]
-            )
-            continue
-        against = signed(run["exact"], control["exact"]) if control and not control["diverged_at"] else ""
-        rows.append([code(name), code(run["control"]), f"{statistics.fmean(run['exact']):.4f}", against,
-                     height, residual, zeroed])  # fmt: skip
-    head = "run | control | loss, exact attention | less the control's | gradient norm, late / largest | row residual | U zeroed"
+            end = [f"diverged at step {run['diverged_at']}", "", ""]
+        else:
+            against = signed(run["exact"], control["exact"]) if control and not control["diverged_at"] else ""
+            end = [f"{statistics.fmean(run['exact']):.4f}", against, height]
+        rows.append([code(name), code(run["control"]), *end, residual, zeroed])
+    head = (
+        "run | control | loss, exact attention | less the control's | gradient norm, late / largest | row residual | "
+        "U zeroed"
+    )
     return table(head, rows)
+
+
+@block
+def faults_words() -> list[str]:
+    mine = named("faults")
+    sound = {n: statistics.fmean(r["exact"]) for n, r in mine.items() if r["control"] is None and not r["diverged_at"]}
+    spread = max(sound.values()) - min(sound.values())
+    gaps = {n: paired(r["exact"], mine[r["control"]]["exact"])[0] for n, r in mine.items() if r["control"] in mine}
+    beyond = {n: gap for n, gap in gaps.items() if abs(gap) > spread}
+    told = ", ".join(f"{code(n)} {gap:+.4f}" for n, gap in beyond.items())
+    return [
+        f"The {len(sound)} runs without a fault ({', '.join(map(code, sound))}) end within **{spread:.4f}** of one another: "
+        "what a fault does is told from what any rounding does only beyond that. "
+        + (f"Beyond it: {told}." if told else "None of the faults is beyond it.")
+    ]
+
+
+@block
+def faults_missing() -> list[str]:
+    from flamia.study.plan import STUDIES
+
+    absent = [run.name for run in STUDIES["faults"].runs if run.name not in named("faults")]
+    return [f"Not run at this size either: {'; '.join(map(code, absent))}." if absent else "All runs of the study ran."]

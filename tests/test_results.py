@@ -117,14 +117,14 @@ def test_ratios_follow_from_the_samples(name):
             assert (min(each), len(each)) == (pytest.approx(mean["least"]), mean["workloads"])
 
 
-@pytest.mark.parametrize("name, study", [("study-h200", "leak")])
+@pytest.mark.parametrize("name, study", [("study-h200", "leak"), ("study-cpu", "faults")])
 def test_studies_hold_whole_runs_on_the_same_documents(name, study):
     assert (RESULTS / f"{name}.json").stat().st_size < 1_000_000
     found = load(name)
     settings = found["sessions"][-1]["settings"][study]
     names = [run["name"] for run in found["runs"]]
     assert len(set(names)) == len(names) and not set(names) & {
-        key.partition(": ")[2] for session in found["sessions"] for key in session["not_run"]
+        key.partition(": ")[2] for key in found["sessions"][-1]["not_run"]
     }
     assert all(max(session["check"]["largest_difference"].values()) <= 2.0**-7 for session in found["sessions"])
     for run in found["runs"]:
@@ -149,6 +149,23 @@ def test_the_words_about_training_follow_from_the_losses():
     assert loss["nvfp4/fold"] - loss["bf16"] > 100 * (
         statistics.fmean(runs["bf16"]["through"]["nvfp4/fold"]) - loss["bf16"]
     )
+
+
+def test_the_words_about_faults_follow_from_the_losses():
+    runs = {run["name"]: run for run in load("study-cpu")["runs"]}
+    loss = {name: statistics.fmean(run["exact"]) for name, run in runs.items()}
+    sound = [loss[name] for name, run in runs.items() if run["control"] is None]
+    gaps = {n: abs(loss[n] - loss[run["control"]]) for n, run in runs.items() if run["control"]}
+    assert [n for n, gap in gaps.items() if gap > max(sound) - min(sound)] == ["4 bits, D from the given dO"]
+    assert sum(gap < (max(sound) - min(sound)) / 5 for gap in gaps.values()) == len(gaps) - 1 == 6
+    late = [statistics.median(run["gradient_norm"][-100:]) for run in runs.values()]
+    assert max(late) < 1.05 * min(late)
+    last = {n: run["diagnostics"][-1]["layers"] for n, run in runs.items()}
+    zeroed = {n: max(max(x["u_zeroed_dq"], x["u_zeroed_dk"]) for x in layers) for n, layers in last.items()}
+    assert zeroed["mxfp8/fold"] < 0.02 and min(zeroed["U's scales 2^10"], zeroed["as much of U zeroed by chance"]) > 0.4
+    for name in ("D from the given dO", "4 bits, D from the given dO"):
+        for mine, control in zip(last[name], last[runs[name]["control"]]):
+            assert mine["row_residual"] > 1.15 * control["row_residual"]
 
 
 def test_the_audits_counts_agree():
