@@ -231,9 +231,8 @@ def dependency_words() -> list[str]:
     count = sum(s[t]["comparisons"] for r in still for s in r["channels"].values() for t in s)
     return [
         f"No bit moved in {count:,} comparisons of {', '.join(plain(r['recipe']) for r in still)}. Every other recipe "
-        f"moved by "
-        "about its own size somewhere: where a scale is shared, a large enough token behind the mask rounds a row to "
-        "nothing."
+        "moved by about its own size somewhere: where a scale or a mean is shared, a large enough hidden token rewrites a "
+        "row."
     ]
 
 
