@@ -16,7 +16,7 @@ outlier_channels:20  scores alone in 8 and 4 bits, with and without rotation: wh
                      features of K are 20 times as large
 captured:LAYER       every recipe, on what a layer of a trained model really feeds its attention
 
-A file of activations is what `python -m flamia.study` leaves, {"layers": {layer: {"q", "k", "v", "do"}}, "cu_seqlens"}, or,
+A file of activations is what `python -m flamia.study.run` leaves, {"layers": {layer: {"q", "k", "v", "do"}}, "cu_seqlens"}, or,
 where layers have documents of their own, {layer: {"q", "k", "v", "do", "cu_seqlens"}}: packed tensors of (tokens, heads, D).
 As many whole documents from its start are used as `--tokens` allows.
 """
