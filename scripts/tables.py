@@ -13,6 +13,7 @@ import textwrap
 from typing import Any
 
 import tables_audit  # noqa: F401  registers its blocks
+import tables_bias  # noqa: F401
 import tables_closeness  # noqa: F401
 import tables_limits  # noqa: F401
 import tables_more  # noqa: F401

@@ -103,6 +103,15 @@ def test_skewed_packs_have_the_tokens_and_the_pairs_of_the_equal_ones():
     assert all(c["check"]["faults"] == [] for w in loads for c in w["contenders"].values())
 
 
+def test_the_shares_that_were_tried_are_those_that_were_measured():
+    rows = load("bias-cpu")["shares"]
+    kept = {1 - m["o_bias"] for m in load("peers-h200")["mass"] if m["target"] == "cudnn:fp8" and m["length"] > 1024}
+    tried = {row["share"] for row in rows} - {0.0, 1.0}
+    assert len(tried) == len(kept) and all(min(abs(x - y) for y in kept) < 1e-4 for x in tried)
+    means = [statistics.fmean(row["losses"]) for row in sorted(rows, key=lambda row: -row["share"])]
+    assert means[1] == pytest.approx(means[0], abs=0.002) and means[1:] == sorted(means[1:])
+
+
 @pytest.mark.parametrize("picture", DRAWN)
 def test_pictures_are_drawn_from_the_committed_files(picture, tmp_path):
     pytest.importorskip("matplotlib")
