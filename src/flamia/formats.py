@@ -56,11 +56,6 @@ def round_to(x: Tensor, fmt: Format) -> Tensor:
     return x.add_(magic).sub_(magic)
 
 
-def round_bfloat16(x: Tensor) -> Tensor:
-    """x rounded to bfloat16, in x's own dtype."""
-    return x.to(torch.bfloat16).to(x.dtype)
-
-
 def encode(x: Tensor, fmt: Format) -> Tensor:
     """Codes (uint8) of x rounded to `fmt` at scale 1. E2M1 codes use the low four bits, sign in bit 3. NaN in E4M3 is
     0x7F (with its sign dropped); E2M1 has none, and NaN is refused by `quantize.py` before it gets here."""
