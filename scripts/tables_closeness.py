@@ -190,6 +190,25 @@ def captured_words() -> list[str]:
     ]
 
 
+SIXTEEN = {
+    "": "nothing (the default)",
+    "frontier.s_q frontier.s_k": "the scores",
+    "frontier.o_v frontier.e_v": "V in O and E",
+    "frontier.s_q frontier.s_k frontier.o_v frontier.e_v": "both",
+    "e_format": "E everywhere, and V in O, but no scores",
+}  # by the options that say so
+
+
+@block
+def closeness_frontier() -> list[str]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for r in load("closeness-frontier-cpu")["rows"]:
+        options = " ".join(option.partition("=")[0] for option in r["who"].split(",")[1:])
+        found.setdefault(SIXTEEN[options], []).append(r["error"])
+    rows = [[what, *(four(e, 3) for e in errors)] for what, errors in found.items()]
+    return table("16 bits for, in the blocks of the diagonal | " + layer_names(), rows)
+
+
 # --- dependency -----------------------------------------------------------------------------------------------------
 
 SHORT = {"k": "K", "v": "V", "q": "Q", "do": "dO", "document": "another document", "offset": "moved", "truncate": "cut off",
