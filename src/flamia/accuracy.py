@@ -89,7 +89,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> Inputs:
     group = heads // k.shape[1]
     qh, gh = (x.double().transpose(0, 1) for x in (q, do))
     kh, vh = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
     p = (qh @ kh.mT * scale).masked_fill(hidden, -math.inf).softmax(-1)
     o = p @ vh
     u = p * (gh @ vh.mT - (gh * o).sum(-1, keepdim=True))
