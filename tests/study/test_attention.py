@@ -19,14 +19,6 @@ LENGTH = 256
 RECIPES = sorted({str(r.arithmetic.forward) for s in STUDIES.values() for r in s.runs})
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def inputs(documents=2, heads=2, kv_heads=1, dim=32, seed=0, powers=6):
     generator = torch.Generator().manual_seed(seed)
     shapes = (heads, kv_heads, kv_heads, heads)

@@ -13,14 +13,6 @@ from flamia.study.text import batches, read, targets
 from flamia.train.data import IGNORED
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def folder(tmp_path):
     generator = torch.Generator().manual_seed(0)

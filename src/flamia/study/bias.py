@@ -30,7 +30,7 @@ from flamia.bench.report import surroundings
 from flamia.study.engine import SHORTEST, execute
 from flamia.study.plan import LEAK, Settings
 from flamia.study.run import SMALL, TINY
-from flamia.study.text import default_sources, read
+from flamia.study.text import given
 from flamia.train.model import Attend
 
 
@@ -55,8 +55,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 def measure(options: argparse.Namespace, shares: Sequence[float]) -> dict[str, Any]:
     device = torch.device(options.device)
     settings = settings_of(options)
-    sources = [Path(options.text)] if options.text else default_sources()
-    text = read(sources, settings.length, suffix=None) if options.text else read(sources, settings.length)
+    text = given(options.text, settings.length)
     run = replace(LEAK.runs[0], through=())
     say = lambda words: print(words, file=sys.stderr, flush=True)  # noqa: E731
     result, engine = execute(run, settings, text, device, math.inf, say)

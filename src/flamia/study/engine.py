@@ -66,15 +66,13 @@ class Engine:
             settings.shape, learning_rate=settings.learning_rate, final_rate=settings.final_rate, warmup=settings.warmup,
             steps=settings.steps,
         )  # fmt: skip
-        matrices = [weight for weight in self.model.parameters() if weight.dim() > 1]
-        vectors = [weight for weight in self.model.parameters() if weight.dim() == 1]
         on_card = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            self.model.parameter_groups(settings.weight_decay),
             lr=torch.tensor(0.0, device=device), betas=(0.9, 0.95), fused=True, capturable=on_card,
         )  # fmt: skip
-        self.train = batches(text.train, settings.documents, settings.steps).flatten(1).to(device)
-        self.train_targets = targets(batches(text.train, settings.documents, settings.steps)).flatten(1).to(device)
+        drawn = batches(text.train, settings.documents, settings.steps)
+        self.train, self.train_targets = (x.flatten(1).to(device) for x in (drawn, targets(drawn)))
         self.held_out = text.held_out[: settings.final_documents]
         self.batch = batch_of(torch.zeros(settings.documents, length, dtype=torch.uint8), device)
         self.found = torch.zeros(2, device=device)

@@ -31,7 +31,7 @@ from flamia.study import quick
 from flamia.study.attention import compare
 from flamia.study.engine import SHORTEST, Engine, OutOfTime, activations, execute
 from flamia.study.plan import STUDIES, TORCH, Run, Study
-from flamia.study.text import Text, default_sources, read
+from flamia.study.text import Text, given
 from flamia.train.model import Shape
 
 LAYERS, HEADS, DOCUMENTS = (0, 2, 5), (1, 6), 4
@@ -139,7 +139,7 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     earlier = json.loads(Path(options.have).read_text(encoding="utf-8")) if options.have else None
     length = studies[0].settings.length
-    text = read([Path(options.text)], length, suffix=None) if options.text else read(default_sources(), length)
+    text = given(options.text, length)
     say(f"text: {text.facts}")
     found = surroundings(str(device), options.commit) | {"text": text.facts, "runs": [], "sessions": []}
     if earlier:

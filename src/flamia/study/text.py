@@ -70,6 +70,11 @@ def read(sources: Sequence[Path], length: int, *, suffix: str | None = ".py") ->
     return Text(train, held_out, facts)
 
 
+def given(path: str | None, length: int) -> Text:
+    """The text of a command's --text, a file or a folder of any text; the default sources where none is named."""
+    return read([Path(path)], length, suffix=None) if path else read(default_sources(), length)
+
+
 def _shuffled(pieces: Tensor) -> Tensor:
     return pieces[torch.randperm(len(pieces), generator=torch.Generator().manual_seed(ORDER_SEED))]
 

@@ -53,13 +53,8 @@ class Trainer:
         self.validation = validation_batches(
             corpus, tokens=config.tokens, context=config.context, count=config.evaluate_batches
         )
-        matrices = [weight for weight in self.model.parameters() if weight.dim() > 1]
-        vectors = [weight for weight in self.model.parameters() if weight.dim() == 1]
         self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
+            self.model.parameter_groups(config.weight_decay),
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             fused=True,

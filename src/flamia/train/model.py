@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +123,12 @@ class Decoder(nn.Module):
                 deviation *= (2 * self.shape.layers) ** -0.5
             weight.normal_(std=deviation, generator=generator)
         self.head.weight.mul_(0.1)  # near-uniform predictions at the start
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """For an optimiser: matrices decay, vectors (of the norms) do not."""
+        matrices = [weight for weight in self.parameters() if weight.dim() > 1]
+        vectors = [weight for weight in self.parameters() if weight.dim() == 1]
+        return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
     def forward(self, batch: Batch, attend: Attend) -> Tensor:
         x = self.embedding(batch.tokens)
