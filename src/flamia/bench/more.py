@@ -128,11 +128,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     sections, names = options.sections.split(","), options.contenders.split(",")
-    for what, given, known in (("section", sections, SECTIONS), ("contender", names, tuple(CONTENDERS))):
-        for name in given:
-            if name not in known:
-                sys.exit(f"flamia.bench.more: {what} {name!r} is not known: take {', '.join(known)}")
+    for name in sections:
+        if name not in SECTIONS:
+            sys.exit(f"flamia.bench.more: section {name!r} is not known: take {', '.join(SECTIONS)}")
     try:
+        run.known(names)
         chosen(options.workloads.split(","))
     except ValueError as error:
         sys.exit(f"flamia.bench.more: {error}")
