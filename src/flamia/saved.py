@@ -9,6 +9,9 @@ the layout and nothing else.
     factors    float32, one per token      Q, then K, then V, then four per 64 tokens of K
     words      int32                       the records of Q's and K's blocks, the same by length, and the tables of a call
 
+The last of the factors stand for 32 tokens each, where all have the same (hopper/quantize.py): for every 64 tokens their
+two and the next two, since TMA reads from multiples of 16 bytes.
+
 V is not kept twice: where its codes are here, its 16-bit original is not saved (ops.py).
 
 Rows are padded for the most blocks of 128 that so many documents can have. Every part of the codes and factors starts at
@@ -23,9 +26,6 @@ BLOCK = 128
 """Document-local positions of a block, queries and keys alike."""
 RECORD = 16
 """Words of a record."""
-GROUP = 32
-"""Tokens whose factors are looked at together: where all are equal, a kernel reads one. For every 64 tokens there are four
-numbers, their two groups' and the two next ones', since TMA reads from multiples of 16 bytes."""
 BUCKETS = 1024
 """Of the counting sort that orders the records."""
 COUNTS = 16

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flamia.packing import Documents
 from flamia.recipe import SAFETIES, Recipe
-from flamia.saved import GROUP, nbytes, sections
+from flamia.saved import nbytes, sections
 
 from .compat import HOLD_Q_OF_128, TensorDescriptor, descriptor
 from .dkv import dkv_kernel
@@ -41,6 +41,7 @@ TUNING = {
     ("dq", 128): {"ST": 4, "BN": 64, "HOLD": HOLD_Q_OF_128},
 }
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # releases of Triton differ in whether they fuse unasked
+SHARED = 32  # numbers of k_groups in one load, 128 bytes: stages lie no closer; a step reads the first two or four
 SMALLEST_SCALE = 1e-30  # stands for a softmax scale of zero, so that -inf * scale stays -inf
 PLAIN = Recipe.strict("mxfp8_scores")
 NAMES = tuple(Recipe.parse(f"mxfp8_scores/{name}") for name in SAFETIES)  # scales of one token: all three are one
@@ -172,7 +173,7 @@ def forward_saving(
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     forward_kernel[grid(e.plan.q_capacity * hq, q.device)](
         tiles(e.q_codes, 64, d), vectors(e.q_factor, 64), tiles(e.k_codes, 128, d), tiles(v_decoded, 128, d),
-        vectors(e.k_factor, 128), vectors(e.k_groups, GROUP), o, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad,
+        vectors(e.k_factor, 128), vectors(e.k_groups, SHARED), o, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad,
         o.stride(0), lse.stride(0), left, right, hq, hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128,
         LEFT=left < OPEN, **TUNING["forward", d], **OPTIONS,
     )  # fmt: skip
@@ -237,7 +238,7 @@ def backward(
         dq_kernel[grid(layout.q_capacity * hq, device)](
             tiles(e.q_codes, 64, d), tiles(g_codes, 64, d), vectors(e.q_factor, 64), vectors(lse2, 64),
             vectors(delta, 64), tiles(e.k_codes, bn, d), tiles(e.v_codes, bn, d), packed_tiles(k, bn),
-            packed_tiles(k_clean, bn), vectors(e.k_factor, bn), vectors(e.v_factor, bn), vectors(e.k_groups, GROUP), dq,
+            packed_tiles(k_clean, bn), vectors(e.k_factor, bn), vectors(e.v_factor, bn), vectors(e.k_groups, SHARED), dq,
             layout.q_items, turns, q_pad, k_pad, scale, left, right, hq, hq // hk,
             heads_together(layout.q_capacity, device), D=d, LEFT=window, **q_tuning, **OPTIONS,
         )  # fmt: skip

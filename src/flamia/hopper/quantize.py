@@ -24,9 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flamia.saved import GROUP
+from flamia.quantize import GROUP
 
-ROWS = GROUP  # tokens of one program
+ROWS = GROUP  # tokens of one program, which looks whether they have one scale
 LARGEST = tl.constexpr(3.3895313892515355e38)  # of BF16
 
 
