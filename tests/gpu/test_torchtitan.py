@@ -30,7 +30,7 @@ from torchtitan.distributed import activation_checkpoint
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
 
-from flamia import UnsupportedError, hopper
+from flamia import UnsupportedError
 from flamia.integrations.torchtitan import Attention, AttentionConverter, SelectiveAC
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
@@ -75,16 +75,6 @@ def step(model, rows=PACKED, seed: int = 0):
     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch(seed)[:, 1:].flatten())
     loss.backward()
     return loss.detach(), logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-@pytest.fixture
-def kernel_calls(monkeypatch):
-    """One entry for each forward that the kernels run."""
-    calls = []
-    for name in ("forward", "forward_saving"):
-        function = getattr(hopper, name)
-        monkeypatch.setattr(hopper, name, lambda *args, run=function: calls.append(1) or run(*args))
-    return calls
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (63, 0)])

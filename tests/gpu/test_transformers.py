@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function, create_causal_mask, create_sliding_window_causal_mask
 
-from flamia import UnsupportedError, hopper
+from flamia import UnsupportedError
 from flamia.integrations import transformers as integration
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
@@ -68,16 +68,6 @@ def exact_step(kind: str, rows: tuple[tuple[int, ...], ...]):
     net.load_state_dict(build(kind, "eager").state_dict())
     where = torch.cat([places(*lengths) for lengths in rows])
     return step(net, draw(len(rows)), position_ids=where)
-
-
-@pytest.fixture
-def kernel_calls(monkeypatch):
-    """One entry for each forward that the kernels run."""
-    calls = []
-    for name in ("forward", "forward_saving"):
-        function = getattr(hopper, name)
-        monkeypatch.setattr(hopper, name, lambda *args, run=function: calls.append(1) or run(*args))
-    return calls
 
 
 # ------------------------------------------------------------------------------------------------------------- steps
