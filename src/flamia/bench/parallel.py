@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--commit", help="what to call this version, where git is not at hand")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun: torchrun --standalone --nproc-per-node 2 -m flamia.bench.parallel")
@@ -137,7 +138,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cards else "gloo")
     first = dist.get_rank() == 0
-    around = surroundings(str(device), None)
+    around = surroundings(str(device), options.commit)
     if first:
         print(
             f"# {dist.get_world_size()} x {around['machine']}, {around['versions']}, commit {around['commit']}",
