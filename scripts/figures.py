@@ -157,6 +157,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "rotation.svg": study(figures_more.rotation, "closeness-h200"),
     "study_leak.svg": study(figures_study.leak, "study-h200"),
     "study_curves.svg": study(figures_study.curves, "study-h200"),
+    "study_faults.svg": study(figures_study.faults, "faults-h200"),
 }
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import tables_audit  # noqa: F401  registers its blocks
 import tables_bias  # noqa: F401
 import tables_closeness  # noqa: F401
+import tables_faults  # noqa: F401
 import tables_limits  # noqa: F401
 import tables_more  # noqa: F401
 import tables_study  # noqa: F401

@@ -1,23 +1,26 @@
-"""The blocks of the training studies: what each finished model's loss is, through its own attention and the exact one.
+"""The blocks of the leak study: what each finished model's loss is, through its own attention and the exact one.
 
 All models of a study are judged on the same held-out documents, so differences are paired: a mean over documents of the
-difference, and its standard error. That error knows nothing of what another seed would have given; the run "bf16, other
-weights" does, once.
+difference, and its standard error. That error knows nothing of what another seed would have given; runs that differ in
+the seed of their weights do. How many of those there are is the file's affair: every block here is made from one seed of
+each recipe, or from several. The second study's blocks are in tables_faults.py.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from itertools import combinations
 from typing import Any
 
 from results import block, load, small, table
 
-LEAK, FAULTS = "study-h200", "study-cpu"
-BASE, OTHER = "bf16", "bf16, other weights"
+LEAK, FAULTS = "study-h200", "faults-h200"
+BASE = "bf16"
 TAIL, WINDOW = 100, 25
-ONE_PAIR = 12.706
-"""Student's 97.5% quantile with one degree of freedom: how many times a single difference of two seeds another may be."""
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+"""Student's 97.5% quantiles, by degrees of freedom."""
+COUNTS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
 
 def runs(study: str) -> list[dict[str, Any]]:
@@ -26,6 +29,10 @@ def runs(study: str) -> list[dict[str, Any]]:
 
 def named(study: str) -> dict[str, dict[str, Any]]:
     return {run["name"]: run for run in runs(study)}
+
+
+def mean(run: dict[str, Any], kind: str = "exact") -> float:
+    return statistics.fmean(run[kind])
 
 
 def paired(a: list[float], b: list[float]) -> tuple[float, float]:
@@ -59,7 +66,52 @@ def future(recipe: str) -> str:
 
 
 def code(name: str | None) -> str:
-    return f"`{name}`" if name and "/" in name else name or ""
+    """A run's name, its recipe as code."""
+    recipe, comma, which = (name or "").partition(", ")
+    return f"`{recipe}`{comma}{which}" if "/" in recipe else name or ""
+
+
+def seeds(found: list[dict[str, Any]], like: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The runs that differ from one in nothing but the seed of their weights, itself among them."""
+    same = lambda run: (run["attention"], run["arithmetic"]) == (like["attention"], like["arithmetic"])  # noqa: E731
+    return {run["seed"]: run for run in found if same(run) and not run["diverged_at"]}
+
+
+class Floor:
+    """How far apart two models are that should not differ: the root mean square over all pairs of such models' losses.
+
+    size: that. bound: what the difference of another pair stays below at 95%, if such losses are normal.
+    """
+
+    def __init__(self, losses: list[float]) -> None:
+        self.pairs = [abs(a - b) for a, b in combinations(losses, 2)]
+        self.size = math.sqrt(2) * statistics.stdev(losses)
+        self.times = STUDENT[len(losses) - 1]
+        self.bound = self.times * self.size
+
+    def sorted(self, gaps: dict[str, float]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Those beyond the bound, those within the floor, and the others."""
+        far = {name: gap for name, gap in gaps.items() if abs(gap) > self.bound}
+        near = {name: gap for name, gap in gaps.items() if abs(gap) < self.size}
+        return far, near, {name: gap for name, gap in gaps.items() if name not in far and name not in near}
+
+
+def listed(gaps: dict[str, float], floor: Floor | None = None) -> str:
+    """Differences by name; with a floor also as multiples of it."""
+    times = (lambda gap: f" ({abs(gap) / floor.size:.1f} times the floor)") if floor else (lambda gap: "")
+    return "; ".join(f"{code(name)} {gap:+.4f}{times(gap)}" for name, gap in gaps.items()) or "none"
+
+
+def leak_floor(found: list[dict[str, Any]]) -> Floor:
+    base = next(run for run in found if run["name"] == BASE)
+    return Floor([mean(run) for run in seeds(found, base).values()])
+
+
+def beside(found: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
+    """The bf16 model that started from a run's own weights; for bf16 from other weights, the first."""
+    base = next(each for each in found if each["name"] == BASE)
+    same = seeds(found, base)
+    return base if run in same.values() else same.get(run["seed"], base)
 
 
 def settings(found: dict[str, Any], study: str) -> dict[str, Any]:
@@ -81,17 +133,33 @@ def described(name: str, study: str) -> str:
 def machine(name: str) -> str:
     found = load(name)
     text, sessions, versions = found["text"], found["sessions"], found["versions"]
-    commits = list(dict.fromkeys(s["commit"] for s in sessions))
-    calls = "one call" if len(sessions) == 1 else f"{len(sessions)} calls"
+    calls = "one call" if len(sessions) == 1 else f"{COUNTS[len(sessions)]} calls"
+    once = {which: ", ".join(dict.fromkeys(s[which][:10] for s in sessions)) for which in ("commit", "date")}
     return (
-        f"{found['machine']['device'].replace('cpu', 'One core of a CPU')}, torch {versions['torch']}"
-        + (f", Triton {versions['triton']}" if versions.get("triton") and "H200" in found["machine"]["device"] else "")
-        + f"; commit {', '.join(commits)}, {sessions[0]['date'][:10]}; {calls}, "
-        f"{sum(s['seconds'] for s in sessions):.0f} s in all. Text: {text['files']:,} sources, the Python modules of "
-        f"{' and '.join(x.removesuffix(' (.py)') for x in text['sources'])}, {text['bytes']:,} bytes, SHA-256 "
-        f"`{text['sha256']}`, a twentieth of the files held out ({text['train_bytes']:,} bytes in whole documents to train "
-        f"on, {text['held_out_bytes']:,} held out)."
+        f"{found['machine']['device']}, torch {versions['torch']}, Triton {versions['triton']}; commit {once['commit']}, "
+        f"{once['date']}; {calls}, {sum(s['seconds'] for s in sessions):.0f} s in all. Text: {text['files']:,} sources, the "
+        f"Python modules of {' and '.join(x.removesuffix(' (.py)') for x in text['sources'])}, {text['bytes']:,} bytes, "
+        f"SHA-256 `{text['sha256']}`, a twentieth of the files held out ({text['train_bytes']:,} bytes in whole documents to "
+        f"train on, {text['held_out_bytes']:,} held out). Before training, O, dQ, dK and dV of each recipe's folded attention "
+        "were compared with the plain reference's on this card: largest difference "
+        + small(max(x for s in sessions for x in s["check"]["largest_difference"].values()))
+        + "."
     )
+
+
+def missing(name: str, study: str) -> str:
+    """What the plan has and the file has not, and why where it was begun."""
+    from flamia.study.plan import STUDIES
+
+    found = load(name)
+    done = {run["name"] for run in found["runs"] if run["study"] == study}
+    absent = [run.name for run in STUDIES[study].runs if run.name not in done]
+    why = {key.partition(": ")[2]: words for s in found["sessions"] for key, words in s["not_run"].items()}
+    told = [
+        code(each) + (f" (given up after a few steps: {why[each].split(',')[0]})" if each in why else "")
+        for each in absent
+    ]
+    return f"Not run yet: {'; '.join(told)}." if told else "All runs of the plan were run."
 
 
 # --- leak -----------------------------------------------------------------------------------------------------------
@@ -99,11 +167,7 @@ def machine(name: str) -> str:
 
 @block
 def leak_machine() -> list[str]:
-    differences = [x for s in load(LEAK)["sessions"] for x in s["check"]["largest_difference"].values()]
-    return [
-        f"{machine(LEAK)} Before training, O, dQ, dK and dV of each recipe's folded attention were compared with the plain "
-        f"reference's on this card: largest difference {small(max(differences))}."
-    ]
+    return [machine(LEAK)]
 
 
 @block
@@ -113,16 +177,16 @@ def leak_setting() -> list[str]:
 
 @block
 def leak_losses() -> list[str]:
-    mine = named("leak")
-    base, rows = mine[BASE], []
-    for name, run in mine.items():
+    found, rows = runs("leak"), []
+    for run in found:
         if run["diverged_at"]:
-            rows.append([code(name), future(run["arithmetic"]), f"diverged at step {run['diverged_at']}", *[""] * 5])
-            continue
-        own, exact = (statistics.fmean(run[kind]) for kind in ("own", "exact"))
-        rows.append([code(name), future(run["arithmetic"]), f"{statistics.fmean(run['loss'][-TAIL:]):.4f}", f"{own:.4f}",
-                     f"{exact:.4f}", signed(run["own"], run["exact"]),
-                     *("" if run is base else signed(run[kind], base["exact"]) for kind in ("own", "exact"))])  # fmt: skip
+            cells = [f"diverged at step {run['diverged_at']}", *[""] * 5]
+        else:
+            base = beside(found, run)
+            cells = [f"{statistics.fmean(run['loss'][-TAIL:]):.4f}", f"{mean(run, 'own'):.4f}", f"{mean(run):.4f}",
+                     signed(run["own"], run["exact"]),
+                     *("" if run is base else signed(run[kind], base["exact"]) for kind in ("own", "exact"))]  # fmt: skip
+        rows.append([code(run["name"]), future(run["arithmetic"]), *cells])
     head = (
         f"trained through | the future | training, last {TAIL} steps | own attention | exact attention | own - exact | "
         "own - bf16's exact | exact - bf16's exact"
@@ -130,22 +194,63 @@ def leak_losses() -> list[str]:
     return table(head, rows)
 
 
+def gaps() -> dict[str, float]:
+    """Exact loss less bf16's from the same weights: of each recipe's first seed."""
+    found = runs("leak")
+    first = [run for run in found if run["seed"] == 0 and run["name"] != BASE and not run["diverged_at"]]
+    return {run["name"]: paired(run["exact"], beside(found, run)["exact"])[0] for run in first}
+
+
 @block
 def leak_words() -> list[str]:
-    mine = named("leak")
-    floor = abs(paired(mine[OTHER]["exact"], mine[BASE]["exact"])[0])
-    gaps = {n: paired(r["exact"], mine[BASE]["exact"])[0] for n, r in mine.items() if n not in (BASE, OTHER)}
-    near = {name: gap for name, gap in gaps.items() if abs(gap) < floor}
-    far = {name: gap for name, gap in gaps.items() if abs(gap) > ONE_PAIR * floor}
-    told = ", ".join(f"{code(n)} {gap:+.3f} ({abs(gap) / floor:.0f} times the floor)" for n, gap in far.items())
-    between = [code(n) for n in gaps if n not in near and n not in far]
+    found = runs("leak")
+    floor, count = leak_floor(found), len(seeds(found, named("leak")[BASE]))
+    far, near, between = floor.sorted(gaps())
+    pairs = floor.pairs
+    how = (
+        "so much two bf16 models differ that differ in nothing but the seed of their weights. It is one draw"
+        if count == 2
+        else f"so much {COUNTS[count]} bf16 models that differ in nothing but the seed of their weights differ, by pairs (root "
+        f"mean square of {COUNTS[len(pairs)]}, which are {min(pairs):.4f} to {max(pairs):.4f})"
+    )
     return [
-        f"**The noise floor is {floor:.4f}**: so much two bf16 models differ that differ in nothing but the seed of their "
-        f"weights. It is one draw; if differences of seeds are normal, one draw bounds another at 95% only to {ONE_PAIR:.1f} "
-        f"times it, {ONE_PAIR * floor:.2f}. Beyond that bound: {told}. Within the floor itself: "
-        + ", ".join(f"{code(n)} {gap:+.4f}" for n, gap in near.items())
-        + f". In between: {', '.join(between) or 'none'}."
+        f"**The noise floor is {floor.size:.4f}**: {how}; if losses of seeds are normal, another pair stays at 95% below "
+        f"{floor.times:.1f} times that, {floor.bound:.2f}. Beyond that bound: {listed(far, floor)}. Within the floor itself: "
+        f"{listed(near)}. In between: {listed(between, floor)}."
     ]
+
+
+@block
+def leak_seeds() -> list[str]:
+    """Differences from bf16 at the same seed: their mean and how much they scatter, for recipes with several seeds."""
+    found = runs("leak")
+    bf16 = seeds(found, named("leak")[BASE])
+    rows, said = [], []
+    for first in (run for run in found if run["seed"] == 0 and run["attention"] != "torch"):
+        mine = seeds(found, first)
+        both = sorted(set(mine) & set(bf16))
+        if len(both) < 2:
+            continue
+        each = [paired(mine[s]["exact"], bf16[s]["exact"])[0] for s in both]
+        half = STUDENT[len(each) - 1] * statistics.stdev(each) / math.sqrt(len(each))
+        middle, at = statistics.fmean(each), code(first["name"])
+        rows.append([at, ", ".join(map(str, both)), " / ".join(f"{x:+.4f}" for x in each), f"{middle:+.4f}",
+                     f"{min(each):+.4f} to {max(each):+.4f}", f"{middle - half:+.4f} to {middle + half:+.4f}"])  # fmt: skip
+        scatter = statistics.stdev(mean(bf16[s]) for s in both)
+        told = "no difference shows" if abs(middle) < half else "**a difference shows**"
+        said.append(
+            f"{at}: {told} between it and bf16 from the same weights, over {COUNTS[len(each)]} seeds. Its differences from bf16 "
+            f"scatter by {statistics.stdev(each):.4f} (standard deviation over seeds), bf16's own losses by {scatter:.4f}."
+        )
+    if not rows:
+        return [
+            "No recipe but bf16 has run from a second seed: what scatter a difference from bf16 *from the same weights* has is "
+            "not known yet."
+        ]
+    head = (
+        "trained through | seeds | exact - bf16's exact, by seed | mean | least to greatest | 95% interval of the mean"
+    )
+    return [*table(head, rows), "", " ".join(said)]
 
 
 @block
@@ -203,84 +308,4 @@ def leak_training() -> list[str]:
 
 @block
 def leak_missing() -> list[str]:
-    from flamia.study.plan import STUDIES
-
-    found = load(LEAK)
-    done = {(run["study"], run["name"]) for run in found["runs"]}
-    missing = {name: [r.name for r in study.runs if (name, r.name) not in done] for name, study in STUDIES.items()}
-    why = [
-        f"{key.removeprefix('leak: ')}: {words.split(',')[0]}"
-        for s in found["sessions"]
-        for key, words in s["not_run"].items()
-    ]
-    return [
-        f"Not run on the card, for lack of device time: {', '.join(map(code, missing['leak']))} (each had begun and was given "
-        f"up after a few steps: {'; '.join(why)}), and {len(missing['faults'])} of {len(STUDIES['faults'].runs)} runs of the "
-        "second study."
-    ]
-
-
-# --- faults ---------------------------------------------------------------------------------------------------------
-
-
-def residuals(run: dict[str, Any]) -> tuple[str, str]:
-    """Of the last diagnosis: the largest layer's row residual, the largest share of U zeroed."""
-    if not run["diagnostics"]:
-        return "", ""
-    layers = run["diagnostics"][-1]["layers"]
-    zeroed = max(max(layer["u_zeroed_dq"], layer["u_zeroed_dk"]) for layer in layers)
-    return f"{max(layer['row_residual'] for layer in layers):.2g}", f"{100 * zeroed:.1f}%"
-
-
-@block
-def faults_machine() -> list[str]:
-    return [machine(FAULTS)]
-
-
-@block
-def faults_setting() -> list[str]:
-    return [described(FAULTS, "faults")]
-
-
-@block
-def faults_losses() -> list[str]:
-    mine, rows = named("faults"), []
-    for name, run in mine.items():
-        control = mine.get(run["control"] or "")
-        norms = run["gradient_norm"]
-        height = f"{statistics.median(norms[-TAIL:]):.2f} / {max(norms[len(norms) // 4 :]):.2f}"
-        residual, zeroed = residuals(run)
-        if run["diverged_at"]:
-            end = [f"diverged at step {run['diverged_at']}", "", ""]
-        else:
-            against = signed(run["exact"], control["exact"]) if control and not control["diverged_at"] else ""
-            end = [f"{statistics.fmean(run['exact']):.4f}", against, height]
-        rows.append([code(name), code(run["control"]), *end, residual, zeroed])
-    head = (
-        "run | control | loss, exact attention | less the control's | gradient norm, late / largest | row residual | "
-        "U zeroed"
-    )
-    return table(head, rows)
-
-
-@block
-def faults_words() -> list[str]:
-    mine = named("faults")
-    sound = {n: statistics.fmean(r["exact"]) for n, r in mine.items() if r["control"] is None and not r["diverged_at"]}
-    spread = max(sound.values()) - min(sound.values())
-    gaps = {n: paired(r["exact"], mine[r["control"]]["exact"])[0] for n, r in mine.items() if r["control"] in mine}
-    beyond = {n: gap for n, gap in gaps.items() if abs(gap) > spread}
-    told = ", ".join(f"{code(n)} {gap:+.4f}" for n, gap in beyond.items())
-    return [
-        f"The {len(sound)} runs without a fault ({', '.join(map(code, sound))}) end within **{spread:.4f}** of one another: "
-        "what a fault does is told from what any rounding does only beyond that. "
-        + (f"Beyond it: {told}." if told else "None of the faults is beyond it.")
-    ]
-
-
-@block
-def faults_missing() -> list[str]:
-    from flamia.study.plan import STUDIES
-
-    absent = [run.name for run in STUDIES["faults"].runs if run.name not in named("faults")]
-    return [f"Not run at this size either: {'; '.join(map(code, absent))}." if absent else "All runs of the study ran."]
+    return [missing(LEAK, "leak")]

@@ -8,7 +8,7 @@ import torch
 
 from flamia.study import engine, run
 from flamia.study.attention import Arithmetic
-from flamia.study.plan import LEAK, Run
+from flamia.study.plan import FAULTS, LEAK, TORCH, Run
 from flamia.study.text import batches, read, targets
 from flamia.train.data import IGNORED
 
@@ -64,7 +64,7 @@ def test_a_study_is_written_and_continued(folder, tmp_path):
     (bf16,) = found["runs"]
     assert bf16["name"] == "bf16" and len(bf16["loss"]) == len(bf16["gradient_norm"]) == 12
     assert bf16["loss"][-1] < bf16["loss"][0] and len(bf16["own"]) == len(bf16["exact"]) == 2
-    assert set(bf16["through"]) == {r.name for r in LEAK.runs} - {"bf16", "bf16, other weights", "nvfp4/strict"}
+    assert set(bf16["through"]) == {r.name for r in LEAK.runs if r.seed == 0} - {"bf16", "nvfp4/strict"}
     assert bf16["own"] == pytest.approx(bf16["exact"], abs=1e-3)
     kept = torch.load(first / "activations.pt", weights_only=True)
     assert set(kept["layers"]) == {0} and kept["cu_seqlens"].tolist() == [0, 256]
@@ -119,6 +119,22 @@ def test_unknown_names_are_refused(folder, tmp_path):
         run.main(options(folder, tmp_path, "--studies", "speed"))
     with pytest.raises(SystemExit, match="at least 8"):
         run.main(options(folder, tmp_path, "--steps", "3"))
+
+
+def test_runs_from_other_weights_differ_in_the_seed_alone():
+    """Names are how files and commands know a run: those of earlier files stay, and each study has its own once."""
+    assert "bf16, other weights" in {r.name for r in LEAK.runs}
+    for study in (LEAK, FAULTS):
+        runs = {r.name: r for r in study.runs}
+        assert len(runs) == len(study.runs)
+        for each in study.runs:
+            assert each.control is None or runs[each.control].seed == each.seed
+            if each.seed:
+                first = runs[each.name.rpartition(", ")[0]]
+                same = {"seed": 0, "name": first.name, "through": first.through, "control": first.control}
+                assert replace(each, **same) == first
+    seeds = lambda attention: {r.seed for r in LEAK.runs if r.attention == attention}  # noqa: E731
+    assert seeds(TORCH) == seeds("kernels") == {0, 1, 2, 3}
 
 
 def test_sizes_are_a_choice_of_one():

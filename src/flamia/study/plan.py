@@ -7,7 +7,7 @@ the fault. All are judged through their own attention and through exact attentio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flamia.study.attention import Arithmetic
 from flamia.train.model import Shape
@@ -63,23 +63,38 @@ def _plain(recipe: str, **options) -> Run:
     return Run(recipe, "reference", Arithmetic.of(recipe), **options)
 
 
+def _seeds(run: Run, *seeds: int) -> tuple[Run, ...]:
+    """The same run from other first weights, on the same documents in the same order: what a loss moves by without a cause."""
+
+    def again(seed: int) -> Run:
+        which = "other weights" if seed == 1 else f"weights {seed}"
+        control = run.control and f"{run.control}, {which}"
+        return replace(run, name=f"{run.name}, {which}", seed=seed, through=(), control=control)
+
+    return tuple(map(again, seeds))
+
+
 LOW = ("nvfp4/fast", "nvfp4/fold", SCORES, "nvfp4_fp8/fast", "nvfp4_fp8/strict", "mxfp8/fast", "mxfp8/strict", FOLD)
 
+BF16 = Run("bf16", TORCH, Arithmetic.of(EXACT), through=LOW)
+DEFAULT = Run(SCORES, "kernels", Arithmetic.of(SCORES), through=(SCORES,))
 LEAK = Study(
     "leak",
     Settings(Shape(layers=6, width=1024, heads=8, kv_heads=8, head_dim=128, hidden=2816), steps=800, documents=8),
     (
-        Run("bf16", TORCH, Arithmetic.of(EXACT), through=LOW),
+        BF16,
         _plain("nvfp4/fast", through=("nvfp4/fold",)),
         _plain("nvfp4/fold", through=("nvfp4/fast",)),
-        Run(SCORES, "kernels", Arithmetic.of(SCORES), through=(SCORES,)),
-        Run("bf16, other weights", TORCH, Arithmetic.of(EXACT), seed=1),
+        DEFAULT,
+        *_seeds(BF16, 1),
         _plain("nvfp4_fp8/fast"),
         _plain("nvfp4_fp8/strict"),
         _plain("mxfp8/fast"),
         _plain("mxfp8/strict"),
         _plain(FOLD),
         _plain("nvfp4/strict"),
+        *_seeds(BF16, 2, 3),
+        *_seeds(DEFAULT, 1, 2, 3),
     ),
 )
 
@@ -94,6 +109,11 @@ def _fault(name: str, control: str | None, forward: str, backward: str | None = 
 
 
 OTHER_V = f"{SCORES},o_v=bf16:none"
+SUNK = (
+    _fault("sink", None, EXACT, sink=SINK),
+    _fault("sink, O and E from one V", "sink", SCORES, sink=SINK),
+    _fault("sink, O from the exact V", "sink, O and E from one V", OTHER_V, sink=SINK),
+)
 FAULTS = Study(
     "faults",
     Settings(
@@ -118,11 +138,11 @@ FAULTS = Study(
         _fault("approximate in the forward only", "approximate exponential", f"{EXACT},exp2=schraudolph", EXACT),
         _fault("secant", EXACT, f"{EXACT},exp2=mitchell"),
         _fault("secant in the forward only", "secant", f"{EXACT},exp2=mitchell", EXACT),
-        _fault("sink", None, EXACT, sink=SINK),
-        _fault("sink, O and E from one V", "sink", SCORES, sink=SINK),
-        _fault("sink, O from the exact V", "sink, O and E from one V", OTHER_V, sink=SINK),
+        *SUNK,
         _fault("O from the exact V", SCORES, OTHER_V),
         _fault("blocks of 256", FOLD, f"{FOLD},frontier_block=256"),
+        *_seeds(_plain(EXACT), 1, 2, 3),
+        *(run for each in SUNK for run in _seeds(each, 1)),
     ),
 )
 
