@@ -66,12 +66,13 @@ def attention(
     validation.check_flag("return_lse", return_lse)
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
+    offsets = _even_offsets(batch, queries, q.device)
     o, lse = _call(
         q.reshape(batch * queries, *q.shape[2:]),
         k.reshape(batch * keys, *k.shape[2:]),
         v.reshape(batch * keys, *v.shape[2:]),
-        _even_offsets(batch, queries, q.device),
-        _even_offsets(batch, keys, q.device),
+        offsets,
+        offsets if keys == queries else _even_offsets(batch, keys, q.device),
         validation.window_sides(causal, window),
         softmax_scale,
         recipe,

@@ -65,7 +65,9 @@ def check_cell(name: str, cell: str) -> None:
         )
 
 
-def route_tables(route: str, safety: str, dv_scale: str, e_format: str) -> tuple[Operands, Operands]:
+def route_tables(
+    route: str, safety: str, dv_scale: str, e_format: str, frontier_scores: str
+) -> tuple[Operands, Operands]:
     """The tables of the route and safety, before `cells` change them."""
     if route == "bf16":
         return Operands(), Operands()
@@ -75,7 +77,8 @@ def route_tables(route: str, safety: str, dv_scale: str, e_format: str) -> tuple
             table = Operands(s_q=token, s_k=token)
         else:
             table = Operands(s_q=token, s_k=token, o_v=token, e_g=token, e_v=token, dv_g=token)
-        return table, table
+        given = {"s_q": "bf16:none", "s_k": "bf16:none"}
+        return table, table if frontier_scores == "e4m3" else dataclasses.replace(table, **given)
     if route == "nvfp4":
         feature, stripe = "nvfp4:feature16", "nvfp4:stripe16"
         keys, queries = "nvfp4:keys16", "nvfp4:queries16"

@@ -43,6 +43,7 @@ _CHOICES = {
     "dq_accumulator": ("fp32", "fp16_sequence", "fp16_causal"),
     "delta": ("output", "compensated", "centered"),
     "e_format": ("e4m3", "bf16"),
+    "frontier_scores": ("e4m3", "bf16"),
     "exp2": ("exact", "polynomial", "mitchell", "schraudolph"),
     "normalizer": ("unrounded", "rounded"),
     "center_k": ("none", "document", "call"),
@@ -68,6 +69,8 @@ class Recipe:
         tokens up to the row ("fp16_causal").
     delta: D from the saved "output", with its BF16 remainder ("compensated"), or from P and E themselves ("centered").
     e_format: "bf16" gives E of `mxfp8_scores` 16 bits; O then reads V as given too.
+    frontier_scores: "bf16" makes the scores of `mxfp8_scores` from Q and K as given where a pair of blocks straddles the
+        mask's edge: the nearest tokens, which a trained model looks at most.
     exp2: "exact", or an approximation, used in the forward and the backward alike.
     normalizer: whether the softmax sum counts weights before or after rounding.
     center_k: subtract K's mean over the document or call from the scores' K (a control: a statistic that leaks).
@@ -87,6 +90,7 @@ class Recipe:
     dq_accumulator: str = "fp32"
     delta: str = "output"
     e_format: str = "e4m3"
+    frontier_scores: str = "e4m3"
     exp2: str = "exact"
     normalizer: str = "unrounded"
     center_k: str = "none"
@@ -211,6 +215,11 @@ class Recipe:
             )
         if self.e_format != "e4m3" and self.route != "mxfp8_scores":
             raise ValueError(f"e_format={self.e_format!r} is an option of route 'mxfp8_scores', not of {self.route!r}")
+        if self.frontier_scores != "e4m3" and (self.route != "mxfp8_scores" or self.safety == "fast"):
+            raise ValueError(
+                f"frontier_scores={self.frontier_scores!r} is an option of route 'mxfp8_scores' where it is 'strict' or 'fold', "
+                f"not of {self.route}/{self.safety}"
+            )
         if self.safety == "strict" and self.dq_accumulator != "fp32":
             raise ValueError(
                 f"dq_accumulator={self.dq_accumulator!r}: its boost reads tokens that a window hides; 'strict' takes 'fp32'"
@@ -224,7 +233,7 @@ class Recipe:
 
     def _make_tables(self) -> tuple[Operands, Operands]:
         """The route's tables with the cells that depart from them."""
-        full, frontier = route_tables(self.route, self.safety, self.dv_scale, self.e_format)
+        full, frontier = route_tables(self.route, self.safety, self.dv_scale, self.e_format, self.frontier_scores)
         same = full == frontier
         changes = {name: cell for name, cell in self.cells if not name.startswith("frontier.")}
         at_frontier = {name.removeprefix("frontier."): c for name, c in self.cells if name.startswith("frontier.")}

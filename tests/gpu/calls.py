@@ -53,11 +53,11 @@ def make(case: str, tail: int = 13, seed: int = 0):
     return *draw(sum(lq) + tail, sum(lk or lq) + tail, heads, d, seed), documents
 
 
-def run(q, k, v, do, dlse, documents, scale=None):
+def run(q, k, v, do, dlse, documents, scale=None, recipe=RECIPE):
     """o, lse, dq, dk, dv by the kernels."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    o, lse, residual, saved = hopper.forward_saving(q, k, v, documents, RECIPE, scale)
-    grads = hopper.backward(do, dlse, q, k, None, o, lse, residual, documents, RECIPE, scale, saved=saved)
+    o, lse, residual, saved = hopper.forward_saving(q, k, v, documents, recipe, scale)
+    grads = hopper.backward(do, dlse, q, k, None, o, lse, residual, documents, recipe, scale, saved=saved)
     return o, lse, *grads
 
 

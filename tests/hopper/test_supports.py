@@ -10,7 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 from flamia.hopper import launch
+from flamia.packing import Documents
 from flamia.recipe import Recipe
+from flamia.validation import UnsupportedError
 
 
 def reason(
@@ -35,8 +37,9 @@ def test_the_three_presets_of_the_default_route_are_one(recipe, monkeypatch):
     "recipe, options, says",
     [
         ("mxfp8/strict", {}, "route 'mxfp8' has no Hopper kernel"),
-        ("mxfp8_scores/strict,delta=compensated", {}, "without options"),
-        ("mxfp8_scores/strict,o_v=e4m3:token", {}, "without options"),
+        ("mxfp8_scores/strict,delta=compensated", {}, "without other options"),
+        ("mxfp8_scores/strict,o_v=e4m3:token", {}, "without other options"),
+        ("mxfp8_scores/fold,frontier_scores=bf16", {}, "'mxfp8_scores/strict,frontier_scores=bf16'"),
         ("mxfp8_scores", {"dim": 80}, "64 or 128"),
         ("mxfp8_scores", {"dtype": torch.float16}, "bfloat16"),
         ("mxfp8_scores", {"generation": 10}, "Hopper"),
@@ -44,3 +47,20 @@ def test_the_three_presets_of_the_default_route_are_one(recipe, monkeypatch):
 )
 def test_what_has_no_kernel_is_told(recipe, options, says, monkeypatch):
     assert says in (reason(recipe, monkeypatch, **options) or "")
+
+
+@pytest.mark.parametrize(
+    "left, right, kind", [(None, None, 0), (None, 0, 1), (200, 0, 1), (200, 40, 2), (None, 40, 2), (200, None, 2)]
+)
+def test_where_scores_are_made_of_what_was_given(left, right, kind):
+    cu = torch.tensor([0, 300], dtype=torch.int32)
+    assert launch.frontier_kind(launch.EDGE, Documents(cu, cu, left, right)) == kind
+    assert launch.frontier_kind(launch.PLAIN, Documents(cu, cu.clone(), left, right)) == 0
+
+
+def test_keys_with_offsets_of_their_own_are_refused_there():
+    """Blocks of queries would not lie on blocks of keys, and which are which is on the device."""
+    cu = torch.tensor([0, 300], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="cu_seqlens_k"):
+        launch.frontier_kind(launch.EDGE, Documents(cu, cu + 0, None, 0))
+    assert launch.frontier_kind(launch.EDGE, Documents(cu, cu + 0, None, None)) == 0  # no mask, no edge

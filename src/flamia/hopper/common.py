@@ -59,6 +59,25 @@ def operand(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def halves(x):
+    """Of the columns."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_quarters(at, x, mask, D: gl.constexpr, BL: gl.constexpr):
+    """Store a tile of D columns, a quarter of them at a time: the exchange between threads takes shared memory, and little
+    is left. at: addresses of the first quarter."""
+    low, high = halves(x)
+    first, second = halves(low)
+    gl.store(at, gl.convert_layout(first, BL), mask=mask)
+    gl.store(at + D // 4, gl.convert_layout(second, BL), mask=mask)
+    first, second = halves(high)
+    gl.store(at + D // 2, gl.convert_layout(first, BL), mask=mask)
+    gl.store(at + 3 * D // 4, gl.convert_layout(second, BL), mask=mask)
+
+
+@gluon.jit
 def late(x):
     """x (int32), as if it were known only here: the compiler would evaluate a mask ahead of the products and carry its bits
     past them, packed, at three times the instructions."""
@@ -79,6 +98,24 @@ def seen_keys(row, n, lk, left, right, LEFT: gl.constexpr, BN: gl.constexpr, SL:
             low = late(low)
         seen = seen & (col[None, :] >= low[:, None])
     return seen
+
+
+@gluon.jit
+def full_keys(position, first, end, left, right, LEFT: gl.constexpr):
+    """Of the key blocks first .. end those of full pairs: every query of the block at `position` sees them whole, by the
+    positions of blocks alone (flamia/packing.py, Documents.full_blocks)."""
+    full_end = gl.minimum(gl.maximum(gl.maximum(position + right + 1, 0) // 128, first), end)
+    full_first = first
+    if LEFT:
+        full_first = gl.minimum(gl.maximum((gl.maximum(position + 127 - left, 0) + 127) // 128, first), full_end)
+    return full_first, full_end
+
+
+@gluon.jit
+def as_given(factor, unit):
+    """What takes the place of the factors of codes where a product reads the tensor itself: +- unit, and still NaN for a
+    token that is not finite."""
+    return gl.where(factor > 0, unit, gl.where(factor < 0, -unit, factor))
 
 
 @gluon.jit

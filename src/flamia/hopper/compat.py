@@ -35,6 +35,21 @@ HOLD_Q_OF_128 = parse_version(triton.__version__) < (3, 7)
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # since 3.9
+
+    @gluon.jit
+    def as_bfloat16(tile, rows: gl.constexpr, columns: gl.constexpr):
+        """A tile in shared memory, read and written as one of bfloat16 in the layout of a TMA descriptor."""
+        return tile.reinterpret(gl.bfloat16, [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
+
+else:
+
+    @gluon.jit
+    def as_bfloat16(tile, rows: gl.constexpr, columns: gl.constexpr):
+        """A tile in shared memory, read and written as one of bfloat16 in the layout of a TMA descriptor."""
+        return tile._reinterpret(gl.bfloat16, [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
+
+
 @cache
 def _shared_layout(row_bytes: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(0 if rank == 1 else min(128, row_bytes), bits, rank)
@@ -53,6 +68,7 @@ def descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]
 __all__ = [
     "HOLD_Q_OF_128",
     "TensorDescriptor",
+    "as_bfloat16",
     "descriptor",
     "fence_async_shared",
     "gl",

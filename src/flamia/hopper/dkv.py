@@ -14,14 +14,15 @@ serialise all of them; a step's U crosses it instead, as the operand of a produc
 
 from __future__ import annotations
 
-from .common import SLOT_LAYOUT, SLOTS, announce, announced, fetch, operand
+from .common import SLOT_LAYOUT, SLOTS, announce, announced, as_given, fetch, operand, store_quarters
 from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
 def dkv_producer(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc,
-                 d_desc, ITEMS, COUNTS, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full,
-                 empty, q_pad, k_pad, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, heads, group, width):  # fmt: skip
+                 d_desc, kb_desc, ITEMS, COUNTS, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty,
+                 full, empty, q_pad, k_pad, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, FRONTIER: gl.constexpr,
+                 heads, group, width):  # fmt: skip
     blocks = gl.load(COUNTS + 1)
     total = blocks * heads
     dirty = gl.load(COUNTS + 2)
@@ -39,8 +40,13 @@ def dkv_producer(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clea
         announce(slots, 4, shift)
         announce(slots, 5, first)
         announce(slots, 6, end)
-        mbarrier.expect(kv_full, 4 * 64 * D + 2 * 512)
+        if FRONTIER:
+            mbarrier.expect(kv_full, 8 * 64 * D + 2 * 512)
+        else:
+            mbarrier.expect(kv_full, 4 * 64 * D + 2 * 512)
         for c in gl.static_range(2):
+            if FRONTIER:
+                tma_load(kb_desc, [out_row + c * 64, hk * D], kv_full, kbs.index(c))
             tma_load(kf_desc, [row + c * 64], kv_full, rows.index(c))
             tma_load(vf_desc, [row + c * 64], kv_full, rows.index(2 + c))
             tma_load(k_desc, [row + c * 64, 0], kv_full, ks.index(c))
@@ -90,18 +96,24 @@ def weights(x, key_factor, f, lse, seen, MASK: gl.constexpr):
 
 
 @gluon.jit
-def dkv_steps(lo, hi, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs, qbs, gbs, fs, ls, ds,
-              full, empty, MASK: gl.constexpr, LEFT: gl.constexpr, FIRST: gl.constexpr, BM: gl.constexpr,
-              ST: gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+def dkv_steps(lo, hi, last, i, u, dk, dv, k, v, kf, vf, key, zero, zero_s, shift, left, right, qs, gs, qbs, gbs, fs, ls,
+              ds, full, empty, MASK: gl.constexpr, WIDE: gl.constexpr, LEFT: gl.constexpr, FIRST: gl.constexpr,
+              EARLY: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     """Steps lo .. hi - 1. u is the rounded U^T of the step before (unless FIRST), whose product with Q is started before
-    this step's S^T and E^T. `last` is the number of the item's last step; each step awaits the tiles of the next."""
+    this step's S^T and E^T. `last` is the number of the item's last step; each step awaits the tiles of the next. WIDE: k
+    is K as given, and kf and zero_s go with it."""
     cl: gl.constexpr = gl.SliceLayout(0, SL)
     for m in range(lo, hi):
         s = i % ST
         sp = (i + ST - 1) % ST
-        if not FIRST:
+        if not (FIRST or EARLY):
             tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
-        ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if WIDE:
+            ts = warpgroup_mma(k, qbs.index(s).permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        else:
+            ts = warpgroup_mma(k, qs.index(s).permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        if EARLY and not FIRST:
+            tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
         tp = warpgroup_mma(v, gs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         if FIRST:
             x = warpgroup_mma_wait(1, deps=[ts])
@@ -110,6 +122,9 @@ def dkv_steps(lo, hi, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, 
             mbarrier.arrive(empty.index(sp), count=1)
         # read after the wait: the sums and both score tiles leave no registers for them before it
         f = fs.index(s).load(cl)
+        if WIDE:
+            f = as_given(f, 1.0)
+            x = gl.convert_layout(x, SL, assert_trivial=True)
         lse = ls.index(s).load(cl)
         seen = seen_pairs(key, m, shift, left, right, LEFT, BM, SL)
         p = weights(x, kf, f, lse, seen, MASK)
@@ -128,15 +143,23 @@ def dkv_steps(lo, hi, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, 
 
 
 @gluon.jit
-def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty,
-                 scale, left, right, heads, group, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr,
-                 LEFT: gl.constexpr):  # fmt: skip
+def dkv_consumer(c, DK, DV, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty,
+                 scale, unit, left, right, heads, group, D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr,
+                 LEFT: gl.constexpr, FRONTIER: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, SL)
-    BL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    BL: gl.constexpr = gl.BlockedLayout([1, 8], [1024 // D, D // 32], [4, 1], [1, 0])
+    WL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     zero = gl.full([64, BM], 0.0, gl.float32, layout=SL)
+    if FRONTIER:
+        zero_edge = gl.full([64, BM], 0.0, gl.float32, layout=WL)
+        k_edge = kbs.index(c)
+    else:
+        zero_edge = zero
+        k_edge = ks.index(c)
+    EARLY: gl.constexpr = FRONTIER > 0
     k = ks.index(c)
     v = vs.index(c)
     i = 0
@@ -150,17 +173,21 @@ def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, k
         shift = announced(slots, 4)
         first = announced(slots, 5)
         end = announced(slots, 6)
-        # the query steps whose every row sees all 128 keys
-        full_first = (gl.maximum(k0 + 127 - right - shift, 0) + BM - 1) // BM
+        # the query steps whose every row sees all 128 keys: by blocks of 128 positions where the others read Q and K as given
+        STEP: gl.constexpr = 128 if FRONTIER else BM
+        full_first = (gl.maximum(k0 + 127 - right - shift, 0) + STEP - 1) // STEP * (STEP // BM)
         full_first = gl.minimum(gl.maximum(full_first, first), end)
         full_end = end
         if LEFT:
-            full_end = gl.maximum(k0 + left - shift - (BM - 1) + BM, 0) // BM
+            full_end = gl.maximum(k0 + left - shift - (STEP - 1) + STEP, 0) // STEP * (STEP // BM)
             full_end = gl.minimum(gl.maximum(full_end, full_first), end)
         local = c * 64 + gl.arange(0, 64, layout=RL)
         key = k0 + local
         kf = rows.index(c).load(RL)
         vf = rows.index(2 + c).load(RL)
+        kf_edge = kf
+        if FRONTIER:
+            kf_edge = as_given(kf, unit)
         dk = gl.full([64, D], 0.0, gl.float32, layout=OL)
         dv = gl.full([64, D], 0.0, gl.float32, layout=OL)
         if first < end:
@@ -168,23 +195,30 @@ def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, k
             mbarrier.wait(full.index(i % ST), (i // ST) & 1)
             # the first step of all, whose mask is evaluated whether it needs it or not
             u = gl.full([64, BM], 0.0, gl.bfloat16, layout=DOT)
+            start = first
+            if FRONTIER:
+                at_edge = (first < full_first) | (first >= full_end)
+                start = gl.where(at_edge, first + 1, first)
+                i, u, dk, dv = dkv_steps(
+                    first, start, last, i, u, dk, dv, k_edge, v, kf_edge, vf, key, zero, zero_edge, shift, left, right, qs, gs,
+                    qbs, gbs, fs, ls, ds, full, empty, True, True, LEFT, True, EARLY, BM, ST, SL, DOT)  # fmt: skip
             i, u, dk, dv = dkv_steps(
-                first, first + 1, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right, qs, gs,
-                qbs, gbs, fs, ls, ds, full, empty, True, LEFT, True, BM, ST, SL, DOT)  # fmt: skip
+                start, first + 1, last, i, u, dk, dv, k, v, kf, vf, key, zero, zero, shift, left, right, qs, gs,
+                qbs, gbs, fs, ls, ds, full, empty, True, False, LEFT, True, EARLY, BM, ST, SL, DOT)  # fmt: skip
             start = first + 1
             for _g in range(group):
                 i, u, dk, dv = dkv_steps(
-                    start, full_first, last, i, u, dk, dv, k, v, kf, vf, key, zero, shift, left, right,
-                    qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, LEFT, False, BM, ST, SL, DOT)  # fmt: skip
+                    start, full_first, last, i, u, dk, dv, k_edge, v, kf_edge, vf, key, zero, zero_edge, shift, left, right,
+                    qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, FRONTIER, LEFT, False, EARLY, BM, ST, SL, DOT)  # fmt: skip
                 i, u, dk, dv = dkv_steps(
-                    gl.maximum(start, full_first), full_end, last, i, u, dk, dv, k, v, kf, vf, key, zero,
-                    shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full, empty, False, LEFT, False, BM,
-                    ST, SL, DOT)  # fmt: skip
+                    gl.maximum(start, full_first), full_end, last, i, u, dk, dv, k, v, kf, vf, key, zero, zero,
+                    shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full, empty, False, False, LEFT, False,
+                    EARLY, BM, ST, SL, DOT)  # fmt: skip
                 if LEFT:
                     i, u, dk, dv = dkv_steps(
-                        gl.maximum(start, full_end), end, last, i, u, dk, dv, k, v, kf, vf, key, zero,
-                        shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, LEFT, False,
-                        BM, ST, SL, DOT)  # fmt: skip
+                        gl.maximum(start, full_end), end, last, i, u, dk, dv, k_edge, v, kf_edge, vf, key, zero, zero_edge,
+                        shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, FRONTIER, LEFT, False,
+                        EARLY, BM, ST, SL, DOT)  # fmt: skip
                 start = first
             sp = (i + ST - 1) % ST
             tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)
@@ -192,10 +226,10 @@ def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, k
             mbarrier.arrive(empty.index(sp), count=1)
         mbarrier.arrive(kv_empty, count=1)
         ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
-        co = gl.arange(0, D, layout=gl.SliceLayout(0, BL))
+        co = gl.arange(0, D // 4, layout=gl.SliceLayout(0, BL))
         to = (out_row + ro).to(gl.int64)[:, None] * (heads * D) + (hk * D + co)[None, :]
-        gl.store(DV + to, gl.convert_layout(dv.to(gl.bfloat16), BL), mask=(ro < valid)[:, None])
-        gl.store(DK + to, gl.convert_layout((dk * scale).to(gl.bfloat16), BL), mask=(ro < valid)[:, None])
+        store_quarters(DV + to, dv.to(gl.bfloat16), (ro < valid)[:, None], D, BL)
+        store_quarters(DK + to, (dk * scale).to(gl.bfloat16), (ro < valid)[:, None], D, BL)
         tile += 1
         mbarrier.wait(kv_full, tile & 1)
         hk = announced(slots, 0)
@@ -203,11 +237,16 @@ def dkv_consumer(c, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, k
 
 @gluon.jit(do_not_specialize=["left", "right", "heads", "group", "width"])
 def dkv_kernel(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc, l_desc,
-               d_desc, DK, DV, ITEMS, COUNTS, q_pad, k_pad, scale, left, right, heads, group, width,
-               D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr,  LEFT: gl.constexpr):  # fmt: skip
+               d_desc, kb_desc, DK, DV, ITEMS, COUNTS, q_pad, k_pad, scale, unit, left, right, heads, group, width,
+               D: gl.constexpr, BM: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr,
+               FRONTIER: gl.constexpr):  # fmt: skip
     F8: gl.constexpr = gl.float8e4nv
     ks = gl.allocate_shared_memory(F8, [2, 64, D], k_desc.layout)
     vs = gl.allocate_shared_memory(F8, [2, 64, D], v_desc.layout)
+    if FRONTIER:
+        kbs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], kb_desc.layout)
+    else:
+        kbs = ks
     rows = gl.allocate_shared_memory(gl.float32, [4, 64], kf_desc.layout)  # factors of K and V of the two warpgroups
     qs = gl.allocate_shared_memory(F8, [ST, BM, D], q_desc.layout)
     gs = gl.allocate_shared_memory(F8, [ST, BM, D], g_desc.layout)
@@ -228,11 +267,11 @@ def dkv_kernel(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_
         mbarrier.init(empty.index(s), 2)
     fence_async_shared()
     gl.warp_specialize([
-        (dkv_consumer, (0, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full,
-                        empty, scale, left, right, heads, group, D, BM, ST, LEFT)),
-        (dkv_consumer, (1, DK, DV, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full,
-                        empty, scale, left, right, heads, group, D, BM, ST, LEFT)),
+        (dkv_consumer, (0, DK, DV, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty,
+                        scale, unit, left, right, heads, group, D, BM, ST, LEFT, FRONTIER)),
+        (dkv_consumer, (1, DK, DV, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full, kv_empty, full, empty,
+                        scale, unit, left, right, heads, group, D, BM, ST, LEFT, FRONTIER)),
         (dkv_producer, (k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clean_desc, gb_desc, f_desc,
-                        l_desc, d_desc, ITEMS, COUNTS, ks, vs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots, kv_full,
-                        kv_empty, full, empty, q_pad, k_pad, D, BM, ST, heads, group, width)),
+                        l_desc, d_desc, kb_desc, ITEMS, COUNTS, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slots,
+                        kv_full, kv_empty, full, empty, q_pad, k_pad, D, BM, ST, FRONTIER, heads, group, width)),
     ], [4, 1], [240, 24])  # fmt: skip

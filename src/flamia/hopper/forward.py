@@ -31,17 +31,20 @@ from .common import (
     agreed,
     announce,
     announced,
+    as_given,
     await_turn,
     declare_vote,
     fetch,
+    full_keys,
     key_groups,
     operand,
     outcome,
     pass_turn,
     seen_keys,
+    store_quarters,
     vote,
 )
-from .compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from .compat import as_bfloat16, fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 LAG = gl.constexpr(6.0)  # in powers of two; reference/ has the same in Recipe.lag
 # a partial sum below it holds no weight above 2^LAG, whatever exp2 makes of the last bits
@@ -49,16 +52,17 @@ PEAK = gl.constexpr(2.0**LAG.value - 1)
 
 
 @gluon.jit
-def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, ITEMS, COUNTS, qs, qf, ks, vs, fs, gs, slots, q_full,
-                     q_empty, k_full, v_full, empty, q_pad, k_pad, hq, group, width, D: gl.constexpr,
-                     BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
+def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, qb_desc, kb_desc, ITEMS, COUNTS, qs, qf, ks, vs, fs,
+                     gs, slots, q_full, q_empty, k_full, v_full, empty, q_pad, k_pad, left, right, hq, group, width,
+                     D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, LEFT: gl.constexpr,
+                     FRONTIER: gl.constexpr):  # fmt: skip
     blocks = gl.load(COUNTS)
     total = blocks * hq
     i = 0
     tile = 0
     t = gl.atomic_add(COUNTS + 7, 1)
     while t < total:
-        h, out_row, valid, pad, position, other_pad, lk, first, end, _row, _shift = fetch(ITEMS, t, blocks, hq, width)
+        h, out_row, valid, pad, position, other_pad, lk, first, end, k_row, _shift = fetch(ITEMS, t, blocks, hq, width)
         row = h * q_pad + pad
         base = (h // group) * k_pad + other_pad
         mbarrier.wait(q_empty, (tile & 1) ^ 1)
@@ -74,11 +78,31 @@ def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, ITEMS, COUN
             tma_load(q_desc, [row + c * 64, 0], q_full, qs.index(c))
             tma_load(a_desc, [row + c * 64], q_full, qf.index(c))
         tile += 1
-        for n in range(first, end):
+        full_first, full_end = full_keys(position, first, end, left, right, LEFT)
+        for j in range(first, end):
+            n = j
+            if FRONTIER:
+                n = gl.where(j == first, end, j) - 1
             s = i % ST
             mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
-            mbarrier.expect(k_full.index(s), BN * D + BN * 4 + 128)
-            tma_load(k_desc, [base + n * BN, 0], k_full.index(s), ks.index(s))
+            wide = False
+            if FRONTIER:
+                wide = (n < full_first) | (n >= full_end)
+            if wide:
+                q16 = as_bfloat16(ks.index(s), 64, D)
+                mbarrier.expect(k_full.index(s), BN * D)
+                tma_load(qb_desc, [out_row, h * D], k_full.index(s), q16)
+                mbarrier.expect(v_full.index(s), 2 * BN * D)
+                tma_load(kb_desc, [k_row + n * BN, (h // group) * D], v_full.index(s), vs.index(s))
+                i += 1
+                s = i % ST
+                mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+                q16 = as_bfloat16(ks.index(s), 64, D)
+                mbarrier.expect(k_full.index(s), BN * D + BN * 4 + 128)
+                tma_load(qb_desc, [out_row + 64, h * D], k_full.index(s), q16)
+            else:
+                mbarrier.expect(k_full.index(s), BN * D + BN * 4 + 128)
+                tma_load(k_desc, [base + n * BN, 0], k_full.index(s), ks.index(s))
             tma_load(f_desc, [base + n * BN], k_full.index(s), fs.index(s))
             tma_load(g_desc, [(base + n * BN) // 16], k_full.index(s), gs.index(s))
             mbarrier.expect(v_full.index(s), 2 * BN * D)
@@ -91,46 +115,90 @@ def forward_producer(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, ITEMS, COUN
 
 
 @gluon.jit
-def halves(x):
-    """Of the columns."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def thread_sums(p, BN: gl.constexpr):
     """(64, BN) -> (64, 4): sums over what one thread holds of a row; four lanes share a row."""
     return gl.sum(gl.sum(p.reshape([64, BN // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def again(x, factor, a, m, seen, MASK: gl.constexpr):
+def wide_scores(c, i, ks, vs, zero, D: gl.constexpr, ST: gl.constexpr):
+    """Start S of a frontier step: Q and K as given, from the two stages that its tiles take."""
+    q = as_bfloat16(ks.index((i + c) % ST), 64, D)
+    return warpgroup_mma(q, vs.index(i % ST).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def again(x, factor, a, m, seen, lag, MASK: gl.constexpr):
     """A step by the rule: its weights, the rows' new reference, and the factor that rescales what came before."""
     t = x * factor[None, :]
     if MASK:
         t = gl.where(seen, t, -float("inf"))
     top = gl.max(t, 1) * a
-    new = gl.where(top > m + LAG, top, m)
+    new = gl.where(top > m + lag, top, m)
     safe = gl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
     return gl.exp2(t * a[:, None] - safe[:, None]), new, gl.exp2(m - safe)
 
 
 @gluon.jit
-def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks, vs, fs, gs, k_full, v_full,
-                  empty, MASK: gl.constexpr, LEFT: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                  SL: gl.constexpr, OL: gl.constexpr, DOT: gl.constexpr, c):  # fmt: skip
+def first_step(n, i, a, q, row, zero, lk, left, right, unit, ks, vs, fs, k_full, v_full, empty,
+               WIDE: gl.constexpr, LEFT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SL: gl.constexpr,
+               c):  # fmt: skip
+    """The first step of an item, by the rule and with nothing under way: its weights, the row references, and its stage."""
+    mbarrier.wait(k_full.index(i % ST), (i // ST) & 1)
+    if WIDE:
+        mbarrier.wait(v_full.index(i % ST), (i // ST) & 1)
+        i += 1
+        mbarrier.wait(k_full.index(i % ST), (i // ST) & 1)
+    s = i % ST
+    factor = fs.index(s).load(gl.SliceLayout(0, SL))
+    if WIDE:
+        a, factor = as_given(a, unit), as_given(factor, 1.0)
+        ts = wide_scores(c, i - 1, ks, vs, zero, D, ST)
+        x = gl.convert_layout(warpgroup_mma_wait(0, deps=[ts]), SL, assert_trivial=True)
+    else:
+        ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(0, deps=[ts])
+    seen = seen_keys(row, n, lk, left, right, LEFT, BN, SL, True)
+    w, m, _ = again(
+        x, factor, a, gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SL)), seen, LAG, True
+    )
+    if WIDE:
+        mbarrier.arrive(empty.index((i - 1) % ST), count=1)
+    return w, m, i
+
+
+@gluon.jit
+def forward_steps(lo, hi, last, second, i, p, acc, m, l, a, q, row, zero, lk, left, right, unit, ks, vs, fs, gs, k_full, v_full,
+                  empty, MASK: gl.constexpr, WIDE: gl.constexpr, LEFT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+                  ST: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, DOT: gl.constexpr, c):  # fmt: skip
+    if WIDE:
+        a = as_given(a, unit)
     for n in range(lo, hi):
+        if WIDE:
+            mbarrier.wait(k_full.index(i % ST), (i // ST) & 1)
+            mbarrier.wait(v_full.index(i % ST), (i // ST) & 1)
+            i += 1
+            mbarrier.wait(k_full.index(i % ST), (i // ST) & 1)
         s = i % ST
-        sp = (i - 1) % ST
+        back: gl.constexpr = 2 if WIDE else 1
+        sp = (i - back) % ST
         if MASK:
             factor = fs.index(s).load(gl.SliceLayout(0, SL))
         else:
             one = agreed(gs.index(s), BN // 32)
+        if WIDE:
+            factor = as_given(factor, 1.0)
         await_turn(c)
-        ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
+        if WIDE:
+            ts = wide_scores(c, i - 1, ks, vs, zero, D, ST)
+        else:
+            ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(sp), ((i - back) // ST) & 1)
         to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)
         pass_turn(c)
         x = warpgroup_mma_wait(1, deps=[ts])
+        if WIDE:
+            x = gl.convert_layout(x, SL, assert_trivial=True)
         if MASK:
             w = gl.exp2((x * factor[None, :]) * a[:, None] - m[:, None])
             w = gl.where(seen_keys(row, n, lk, left, right, LEFT, BN, SL, True), w, 0.0)
@@ -140,22 +208,38 @@ def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, righ
             factor = fs.index(s).load(gl.SliceLayout(0, SL))
             w = gl.exp2((x * factor[None, :]) * a[:, None] - m[:, None])
         sums = thread_sums(w, BN)
-        vote(c, sums, PEAK)
+        limit = PEAK
+        lag = LAG
+        if second is not None:  # the step by the rule, in which every row's reference may rise
+            at = i - back + 1
+            limit = gl.where(at == second, -1.0, PEAK)
+            lag = gl.where(at == second, 0.0, LAG)
+        vote(c, sums, limit)
         # this wait's branch also keeps the assembler from moving the weights behind the join, where no product runs
         mbarrier.wait(k_full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
         acc, w = warpgroup_mma_wait(0, deps=[to, w])
         raised = outcome()
         if raised != 0:
-            ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            if WIDE:
+                ts = wide_scores(c, i - 1, ks, vs, zero, D, ST)
+            else:
+                ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(0, deps=[ts])
+            if WIDE:
+                x = gl.convert_layout(x, SL, assert_trivial=True)
             # n, told so that the assembler does not keep the mask above in 64 bits of registers for a step that rarely comes
             seen = seen_keys(row, n + raised - 1, lk, left, right, LEFT, BN, SL, True)
-            w, m, alpha = again(x, fs.index(s).load(gl.SliceLayout(0, SL)), a, m, seen, MASK)
+            factor = fs.index(s).load(gl.SliceLayout(0, SL))
+            if WIDE:
+                factor = as_given(factor, 1.0)
+            w, m, alpha = again(x, factor, a, m, seen, lag, MASK)
             sums = thread_sums(w, BN)
             l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
         l += sums
         mbarrier.arrive(empty.index(sp), count=1)
+        if WIDE:
+            mbarrier.arrive(empty.index((i - 1) % ST), count=1)
         p = operand(w, DOT)
         i += 1
     return i, p, acc, m, l
@@ -163,14 +247,16 @@ def forward_steps(lo, hi, last, i, p, acc, m, l, a, q, row, zero, lk, left, righ
 
 @gluon.jit
 def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
-                     lse_stride, left, right, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                     LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+                     lse_stride, left, right, unit, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
+                     LEFT: gl.constexpr, HOLD: gl.constexpr, FRONTIER: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     BL: gl.constexpr = gl.BlockedLayout([1, 8], [1024 // D, D // 32], [4, 1], [1, 0])
+    WL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.full([64, BN], 0.0, gl.float32, layout=SL)
+    zero_wide = gl.full([64, BN], 0.0, gl.float32, layout=WL)
     i = 0
     tile = 0
     if c == 1:
@@ -184,13 +270,8 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, 
         lk = announced(slots, 4)
         first = announced(slots, 5)
         end = announced(slots, 6)
-        # the key blocks that every query of the block sees whole
-        full_end = gl.minimum(gl.maximum(position + right + 1, 0) // BN, lk // BN)
-        full_end = gl.minimum(gl.maximum(full_end, first), end)
-        full_first = first
-        if LEFT:
-            full_first = (gl.maximum(position + 127 - left, 0) + BN - 1) // BN
-            full_first = gl.minimum(gl.maximum(full_first, first), full_end)
+        full_first, full_end = full_keys(position, first, end, left, right, LEFT)
+        whole_end = gl.maximum(gl.minimum(full_end, lk // BN), full_first)  # behind it a tile reaches past the document
         local = c * 64 + gl.arange(0, 64, layout=RL)
         row = position + local
         a = gl.where(row + right < 0, 1.0, qf.index(c).load(RL))  # sees no key: not finite for no reason of its own
@@ -203,28 +284,52 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, 
         l = thread_sums(zero, BN)
         acc = gl.full([64, D], 0.0, gl.float32, layout=OL)
         if first < end:
-            s = i % ST
-            mbarrier.wait(k_full.index(s), (i // ST) & 1)
-            factor = fs.index(s).load(gl.SliceLayout(0, SL))
-            ts = warpgroup_mma(q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-            x = warpgroup_mma_wait(0, deps=[ts])
-            seen = seen_keys(row, first, lk, left, right, LEFT, BN, SL, True)
-            w, m, _ = again(x, factor, a, m, seen, True)
+            last = i + end - 1 - first
+            if FRONTIER == 0:
+                w, m, i = first_step(first, i, a, q, row, zero, lk, left, right, unit, ks, vs, fs, k_full, v_full, empty,
+                                     False, LEFT, D, BN, ST, SL, c)  # fmt: skip
+            else:
+                own = end - 1
+                last += full_first - first + end - full_end  # a frontier step's tiles take two stages
+                if FRONTIER == 1:  # noqa: SIM114  one is known when the kernel is compiled, the other is not
+                    w, m, i = first_step(own, i, a, q, row, zero_wide, lk, left, right, unit, ks, vs, fs, k_full, v_full,
+                                         empty, True, LEFT, D, BN, ST, SL, c)  # fmt: skip
+                elif (own < full_first) | (own >= full_end):
+                    w, m, i = first_step(own, i, a, q, row, zero_wide, lk, left, right, unit, ks, vs, fs, k_full, v_full,
+                                         empty, True, LEFT, D, BN, ST, SL, c)  # fmt: skip
+                else:
+                    w, m, i = first_step(own, i, a, q, row, zero, lk, left, right, unit, ks, vs, fs, k_full, v_full,
+                                         empty, False, LEFT, D, BN, ST, SL, c)  # fmt: skip
             l = thread_sums(w, BN)
             p = operand(w, DOT)
-            last = i + end - 1 - first
             mbarrier.wait(k_full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
             i += 1
-            if LEFT:
+            if FRONTIER == 0:
+                if LEFT:
+                    i, p, acc, m, l = forward_steps(
+                        first + 1, full_first, last, None, i, p, acc, m, l, a, q, row, zero, lk, left, right, unit, ks, vs, fs,
+                        gs, k_full, v_full, empty, True, False, LEFT, D, BN, ST, SL, OL, DOT, c)  # fmt: skip
                 i, p, acc, m, l = forward_steps(
-                    first + 1, full_first, last, i, p, acc, m, l, a, q, row, zero, lk, left, right, ks,
-                    vs, fs, gs, k_full, v_full, empty, True, LEFT, BN, ST, SL, OL, DOT, c)  # fmt: skip
-            i, p, acc, m, l = forward_steps(
-                gl.maximum(first + 1, full_first), full_end, last, i, p, acc, m, l, a, q, row, zero, lk,
-                left, right, ks, vs, fs, gs, k_full, v_full, empty, False, LEFT, BN, ST, SL, OL, DOT, c)  # fmt: skip
-            i, p, acc, m, l = forward_steps(
-                gl.maximum(first + 1, full_end), end, last, i, p, acc, m, l, a, q, row, zero, lk, left,
-                right, ks, vs, fs, gs, k_full, v_full, empty, True, LEFT, BN, ST, SL, OL, DOT, c)  # fmt: skip
+                    gl.maximum(first + 1, full_first), whole_end, last, None, i, p, acc, m, l, a, q, row, zero, lk, left,
+                    right, unit, ks, vs, fs, gs, k_full, v_full, empty, False, False, LEFT, D, BN, ST, SL, OL, DOT,
+                    c)  # fmt: skip
+                i, p, acc, m, l = forward_steps(
+                    gl.maximum(first + 1, whole_end), end, last, None, i, p, acc, m, l, a, q, row, zero, lk, left, right,
+                    unit, ks, vs, fs, gs, k_full, v_full, empty, True, False, LEFT, D, BN, ST, SL, OL, DOT, c)  # fmt: skip
+            else:
+                second = i
+                if LEFT:
+                    i, p, acc, m, l = forward_steps(
+                        first, gl.minimum(full_first, own), last, second, i, p, acc, m, l, a, q, row, zero_wide, lk, left,
+                        right, unit, ks, vs, fs, gs, k_full, v_full, empty, True, True, LEFT, D, BN, ST, SL, OL, DOT,
+                        c)  # fmt: skip
+                i, p, acc, m, l = forward_steps(
+                    full_first, gl.minimum(full_end, own), last, second, i, p, acc, m, l, a, q, row, zero, lk, left, right,
+                    unit, ks, vs, fs, gs, k_full, v_full, empty, False, False, LEFT, D, BN, ST, SL, OL, DOT, c)  # fmt: skip
+                if FRONTIER == 2:
+                    i, p, acc, m, l = forward_steps(
+                        full_end, own, last, second, i, p, acc, m, l, a, q, row, zero_wide, lk, left, right, unit, ks, vs, fs,
+                        gs, k_full, v_full, empty, True, True, LEFT, D, BN, ST, SL, OL, DOT, c)  # fmt: skip
             sp = (i - 1) % ST
             mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
             to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)
@@ -238,26 +343,19 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, 
         lse = gl.where(blind, -float("inf"), (m + gl.log2(total_weight)) * 0.6931471805599453)
         gl.store(LSE + h.to(gl.int64) * lse_stride + out_row + local, lse, mask=local < valid)
         out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
-        # a quarter of the features at a time: the exchange between threads takes shared memory, and little is left
         ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
         co = h * D + gl.arange(0, D // 4, layout=gl.SliceLayout(0, BL))
         at = (out_row + ro).to(gl.int64)[:, None] * o_stride_t + co[None, :]
-        low, high = halves(out.to(gl.bfloat16))
-        first, second = halves(low)
-        gl.store(O + at, gl.convert_layout(first, BL), mask=(ro < valid)[:, None])
-        gl.store(O + at + D // 4, gl.convert_layout(second, BL), mask=(ro < valid)[:, None])
-        first, second = halves(high)
-        gl.store(O + at + D // 2, gl.convert_layout(first, BL), mask=(ro < valid)[:, None])
-        gl.store(O + at + 3 * D // 4, gl.convert_layout(second, BL), mask=(ro < valid)[:, None])
+        store_quarters(O + at, out.to(gl.bfloat16), (ro < valid)[:, None], D, BL)
         tile += 1
         mbarrier.wait(q_full, tile & 1)
         h = announced(slots, 0)
 
 
 @gluon.jit(do_not_specialize=["lse_stride", "left", "right", "hq", "group", "width"])
-def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, O, LSE, ITEMS, COUNTS, q_pad, k_pad, o_stride_t,
-                   lse_stride, left, right, hq, group, width, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                   LEFT: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, qb_desc, kb_desc, O, LSE, ITEMS, COUNTS, q_pad, k_pad,
+                   o_stride_t, lse_stride, left, right, unit, hq, group, width, D: gl.constexpr, BN: gl.constexpr,
+                   ST: gl.constexpr, LEFT: gl.constexpr, HOLD: gl.constexpr, FRONTIER: gl.constexpr):  # fmt: skip
     qs = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, D], q_desc.layout)
     qf = gl.allocate_shared_memory(gl.float32, [2, 64], a_desc.layout)
     ks = gl.allocate_shared_memory(gl.float8e4nv, [ST, BN, D], k_desc.layout)
@@ -280,9 +378,10 @@ def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, O, LSE, ITEMS
     declare_vote()
     gl.warp_specialize([
         (forward_consumer, (0, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
-                            lse_stride, left, right, D, BN, ST, LEFT, HOLD)),
+                            lse_stride, left, right, unit, D, BN, ST, LEFT, HOLD, FRONTIER)),
         (forward_consumer, (1, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
-                            lse_stride, left, right, D, BN, ST, LEFT, HOLD)),
-        (forward_producer, (q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, ITEMS, COUNTS, qs, qf, ks, vs, fs, gs, slots, q_full,
-                            q_empty, k_full, v_full, empty, q_pad, k_pad, hq, group, width, D, BN, ST)),
+                            lse_stride, left, right, unit, D, BN, ST, LEFT, HOLD, FRONTIER)),
+        (forward_producer, (q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, qb_desc, kb_desc, ITEMS, COUNTS, qs, qf, ks, vs,
+                            fs, gs, slots, q_full, q_empty, k_full, v_full, empty, q_pad, k_pad, left, right, hq, group,
+                            width, D, BN, ST, LEFT, FRONTIER)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 from flamia.packing import Documents
 from flamia.recipe import SAFETIES, Recipe
 from flamia.saved import nbytes, sections
+from flamia.validation import UnsupportedError
 
 from .compat import HOLD_Q_OF_128, TensorDescriptor, descriptor
 from .dkv import dkv_kernel
@@ -45,6 +46,7 @@ SHARED = 32  # numbers of k_groups in one load, 128 bytes: stages lie no closer;
 SMALLEST_SCALE = 1e-30  # stands for a softmax scale of zero, so that -inf * scale stays -inf
 PLAIN = Recipe.strict("mxfp8_scores")
 NAMES = tuple(Recipe.parse(f"mxfp8_scores/{name}") for name in SAFETIES)  # scales of one token: all three are one
+EDGE = Recipe.strict("mxfp8_scores", frontier_scores="bf16")
 
 
 class Encoded(NamedTuple):
@@ -128,7 +130,7 @@ def encode(
     encode_kernel[(max(q_pad, k_pad) // ROWS, hq + hk + 1)](
         q, k, v, e.q_codes, e.k_codes, e.v_codes, v_decoded, e.q_factor, e.k_factor, e.v_factor, e.k_groups,
         o, lse, e.plan.q_blocks, e.plan.k_blocks, e.plan.counts, q.stride(0), q.stride(1), k.stride(0),
-        k.stride(1), v.stride(0), v.stride(1), q_pad, k_pad, max(abs(scale), SMALLEST_SCALE) * LOG2E,
+        k.stride(1), v.stride(0), v.stride(1), q_pad, k_pad, exponent_of(scale),
         math.copysign(1.0, scale), hq, hk, tq, tk, D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     return saved, e, v_decoded
@@ -145,6 +147,30 @@ def sides(documents: Documents) -> tuple[int, int]:
     left = OPEN if documents.left is None else min(documents.left, OPEN)
     right = OPEN if documents.right is None else min(documents.right, OPEN)
     return left, right
+
+
+def frontier_kind(recipe: Recipe, documents: Documents) -> int:
+    """0: no pair of blocks has its scores from Q and K as given. 1: of those at the right edge that a block of queries sees
+    there is one, its own (causal). 2: there may be more of them, or none.
+
+    Which pairs these are is a matter of blocks of positions, so blocks of queries must lie on blocks of keys: a document's
+    last query is its last key, wherever it ends, only if it has as many of the one as of the other.
+    """
+    left, right = sides(documents)
+    if recipe.full == recipe.frontier or min(left, right) == OPEN:
+        return 0
+    if documents.cu_q.data_ptr() != documents.cu_k.data_ptr():
+        raise UnsupportedError(
+            f"recipe {str(recipe)!r}: the kernels compute it where queries and keys are the same tokens, not with offsets of "
+            f"their own for the keys (cu_seqlens_k, or another length). Leave those out, take {str(PLAIN)!r}, or ask for "
+            f"backend='reference'"
+        )
+    return 1 if right == 0 else 2
+
+
+def exponent_of(scale: float) -> float:
+    """What makes a score an exponent of two, without its sign."""
+    return max(abs(scale), SMALLEST_SCALE) * LOG2E
 
 
 def grid(items: int, device: torch.device) -> tuple[int]:
@@ -170,12 +196,15 @@ def forward_saving(
     lse = torch.empty(hq, tq, dtype=torch.float32, device=q.device)
     saved, e, v_decoded = encode(q, k, v, documents, scale, o, lse)
     left, right = sides(documents)
+    frontier = frontier_kind(recipe, documents)
+    q_given, k_given = (packed(q), packed(k)) if frontier else (o, o)  # not read
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     forward_kernel[grid(e.plan.q_capacity * hq, q.device)](
         tiles(e.q_codes, 64, d), vectors(e.q_factor, 64), tiles(e.k_codes, 128, d), tiles(v_decoded, 128, d),
-        vectors(e.k_factor, 128), vectors(e.k_groups, SHARED), o, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad,
-        o.stride(0), lse.stride(0), left, right, hq, hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128,
-        LEFT=left < OPEN, **TUNING["forward", d], **OPTIONS,
+        vectors(e.k_factor, 128), vectors(e.k_groups, SHARED), packed_tiles(q_given, 64), packed_tiles(k_given, 128), o, lse,
+        e.plan.q_items, e.plan.counts, q_pad, k_pad, o.stride(0), lse.stride(0), left, right, exponent_of(scale), hq,
+        hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128, LEFT=left < OPEN,
+        FRONTIER=frontier, **TUNING["forward", d], **OPTIONS,
     )  # fmt: skip
     return o, lse, none, saved
 
@@ -223,24 +252,25 @@ def backward(
         HAS_DLSE=dlse is not None, D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     left, right = sides(documents)
-    window = left < OPEN
+    window, frontier = left < OPEN, frontier_kind(recipe, documents)
     kv_tuning, q_tuning = TUNING["dkv", d], TUNING["dq", d]
     bm, bn = kv_tuning["BM"], q_tuning["BN"]
     if wanted[1] or wanted[2]:
         dkv_kernel[grid(layout.k_capacity * hk, device)](
             tiles(e.k_codes, 64, d), tiles(e.v_codes, 64, d), vectors(e.k_factor, 64), vectors(e.v_factor, 64),
             tiles(e.q_codes, bm, d), tiles(g_codes, bm, d), packed_tiles(q, bm), packed_tiles(q_clean, bm),
-            tiles(g_wide, bm, d), vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), dk, dv, layout.k_items,
-            turns, q_pad, k_pad, scale, left, right, hk, hq // hk, heads_together(layout.k_capacity, device), D=d,
-            LEFT=window, **kv_tuning, **OPTIONS,
+            tiles(g_wide, bm, d), vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), packed_tiles(k, 64), dk,
+            dv, layout.k_items, turns, q_pad, k_pad, scale, exponent_of(scale), left, right, hk, hq // hk,
+            heads_together(layout.k_capacity, device), D=d, LEFT=window, FRONTIER=frontier, **kv_tuning, **OPTIONS,
         )  # fmt: skip
     if wanted[0]:
         dq_kernel[grid(layout.q_capacity * hq, device)](
             tiles(e.q_codes, 64, d), tiles(g_codes, 64, d), vectors(e.q_factor, 64), vectors(lse2, 64),
             vectors(delta, 64), tiles(e.k_codes, bn, d), tiles(e.v_codes, bn, d), packed_tiles(k, bn),
-            packed_tiles(k_clean, bn), vectors(e.k_factor, bn), vectors(e.v_factor, bn), vectors(e.k_groups, SHARED), dq,
-            layout.q_items, turns, q_pad, k_pad, scale, left, right, hq, hq // hk,
-            heads_together(layout.q_capacity, device), D=d, LEFT=window, **q_tuning, **OPTIONS,
+            packed_tiles(k_clean, bn), vectors(e.k_factor, bn), vectors(e.v_factor, bn), vectors(e.k_groups, SHARED),
+            packed_tiles(q, 64), dq, layout.q_items, turns, q_pad, k_pad, scale, exponent_of(scale), left, right, hq,
+            hq // hk, heads_together(layout.q_capacity, device), D=d, LEFT=window, FRONTIER=frontier, **q_tuning,
+            **OPTIONS,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -254,8 +284,8 @@ def supports(
         return f"the kernels need a Hopper GPU (compute capability 9.x); the tensors are on {q.device}"
     if recipe.route != "mxfp8_scores":
         return f"route {recipe.route!r} has no Hopper kernel; 'mxfp8_scores' has"
-    if recipe not in NAMES:
-        return f"recipe {str(recipe)!r}: the kernels compute {str(PLAIN)!r} without options"
+    if recipe not in (*NAMES, EDGE):
+        return f"recipe {str(recipe)!r}: the kernels compute {str(PLAIN)!r} and {str(EDGE)!r}, without other options"
     if q.dtype != torch.bfloat16:
         return f"dtype {q.dtype}: the kernels take bfloat16"
     if d not in HEAD_DIMS or v.shape[-1] != d:

@@ -3,7 +3,7 @@
 Per block of queries, in base 2: scores from each segment's view of Q and K; the running reference m of the online
 softmax, which moves only when a step of keys exceeds it by more than `lag`; weights 2^(s - m); their rounded twins,
 which multiply V; and at the end everything relative to the last m. P is rounded relative to the reference of its own
-step, as a kernel that sees the keys in ascending order rounds it.
+step, as a kernel that goes through the keys in that order rounds it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def solve(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
             continue
         s = scores(block)
         m = row_reference(s, recipe)
+        last = m.amax(-1, keepdim=True)  # it never falls
         p = exp2(s - torch.where(m.isneginf(), 0.0, m).repeat_interleave(recipe.frontier_block, -1), recipe.exp2)
-        last = torch.where(m[..., -1:].isneginf(), 0.0, m[..., -1:])
+        last = torch.where(last.isneginf(), 0.0, last)
         to_last = torch.exp2(m - last).repeat_interleave(recipe.frontier_block, -1)
         rounded = round_by_segment(block, "o_p", p, recipe.boost)
         total = ((rounded if recipe.normalizer == "rounded" else p) * to_last).sum(-1, keepdim=True)
@@ -73,16 +74,25 @@ def scores(block: Block) -> Tensor:
 
 
 def row_reference(s: Tensor, recipe: Recipe) -> Tensor:
-    """The online softmax's reference after each step of `frontier_block` keys, (Hk, G, R, steps)."""
+    """The online softmax's reference in each step of `frontier_block` keys, (Hk, G, R, steps).
+
+    Steps ascend. Where scores at the frontier are made of other operands the last step comes first, which under a causal
+    mask holds the row's own token, and the one after it moves the reference as if lag were 0: the first may have had one
+    key alone.
+    """
+    own_first = recipe.frontier_scores != "e4m3"
     largest = s.unflatten(-1, (-1, recipe.frontier_block)).amax(-1)
+    if own_first:
+        largest = largest.roll(1, -1)
     if recipe.lag == 0:
-        return largest.cummax(-1).values
-    m = torch.full_like(largest[..., 0], -torch.inf)
-    steps = []
-    for step in largest.unbind(-1):
-        m = torch.where(step > m + recipe.lag, step, m)
-        steps.append(m)
-    return torch.stack(steps, -1)
+        m = largest.cummax(-1).values
+    else:
+        steps = [torch.full_like(largest[..., 0], -torch.inf)]
+        for n, step in enumerate(largest.unbind(-1)):
+            lag = 0 if own_first and n == 1 else recipe.lag
+            steps.append(torch.where(step > steps[-1] + lag, step, steps[-1]))
+        m = torch.stack(steps[1:], -1)
+    return m.roll(-1, -1) if own_first else m
 
 
 def round_by_segment(block: Block, cell: str, x: Tensor, boost: int) -> Tensor:

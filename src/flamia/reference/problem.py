@@ -134,7 +134,8 @@ class Block:
         self.segments = [Segment((a - low) * size, (b - low) * size, t, f) for a, b, t, f in runs if b > a]
         # whether the *nominal* plan has a full pair, whatever the document's length: decides how G is read
         nominal_low, nominal_high = documents.full_blocks(number, size, sides)
-        self.has_full = sides != "both" or nominal_high is None or nominal_high > nominal_low
+        rounds_anyway = sides != "both" or frontier.e_v != "bf16:none"
+        self.has_full = rounds_anyway or nominal_high is None or nominal_high > nominal_low
 
         device = documents.cu_q.device
         query = self.position + torch.arange(size, device=device)
