@@ -2,27 +2,35 @@
 
 import sys
 
-CONFIGURATIONS = [(kind, d, window) for d in (128, 64) for window in (0, 1) for kind in ("forward", "dkv", "dq")]
+CONFIGURATIONS = [
+    (kind, d, window, frontier)
+    for frontier in (0, 1)
+    for d in (128, 64)
+    for window in (0, 1)
+    for kind in ("forward", "dkv", "dq")
+]
 
 
-def warm(kind: str, d: int, window: int) -> None:
+def warm(kind: str, d: int, window: int, frontier: int) -> None:
     import torch
     from calls import RECIPE, offsets
 
     from flamia import hopper
+    from flamia.hopper.launch import EDGE
     from flamia.packing import Documents
 
+    recipe = EDGE if frontier else RECIPE
     cu = offsets([200])
     documents = Documents(cu, cu, 100 if window else None, 0)
     q, k, v, do, o = (torch.zeros(200, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(5))
     if kind == "forward":
-        hopper.forward_saving(q, k, v, documents, RECIPE, 0.1)
+        hopper.forward_saving(q, k, v, documents, recipe, 0.1)
     else:
         lse, wanted = torch.zeros(2, 200, device="cuda"), (kind == "dq", kind == "dkv", kind == "dkv")
-        hopper.backward(do, None, q, k, v, o, lse, o[:0], documents, RECIPE, 0.1, wanted=wanted)
-        hopper.backward(do, lse, q, k, v, o, lse, o[:0], documents, RECIPE, 0.1, wanted=(False, False, False))
+        hopper.backward(do, None, q, k, v, o, lse, o[:0], documents, recipe, 0.1, wanted=wanted)
+        hopper.backward(do, lse, q, k, v, o, lse, o[:0], documents, recipe, 0.1, wanted=(False, False, False))
     torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    warm(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    warm(sys.argv[1], *map(int, sys.argv[2:]))

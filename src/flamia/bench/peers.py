@@ -19,6 +19,8 @@ from torch import Tensor
 from .workloads import Workload
 
 OURS = "flamia"
+FRONTIER = "flamia-frontier"
+"""Ours with scores from Q and K as given at the mask's edge."""
 
 
 class Refused(Exception):
@@ -68,20 +70,21 @@ def differentiated(
     return Contender(name, inside, forward, train, tolerance)
 
 
-def ours(workload: Workload, inputs: Inputs) -> Contender:
-    """The public function with its default recipe, as a training step calls it."""
+def ours(workload: Workload, inputs: Inputs, name: str = OURS, **options: str) -> Contender:
+    """The public function with its default recipe, or with options of it, as a training step calls it."""
     import flamia
 
+    recipe = flamia.Recipe.strict(**options)
     cu = inputs[4]
     window = None if workload.window is None else (workload.window, 0)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flamia.attention_varlen(q, k, v, cu, causal=workload.causal, window=window)
+        out = flamia.attention_varlen(q, k, v, cu, causal=workload.causal, window=window, recipe=recipe)
         assert isinstance(out, Tensor)
         return out
 
     inside = "list of work, encoding of Q, K, V and dO, forward, backward: 16-bit tensors in, 16-bit tensors out"
-    return differentiated(attend, inputs, OURS, inside, 0.07)
+    return differentiated(attend, inputs, name, inside, 0.07)
 
 
 def flash_attention_4(workload: Workload, inputs: Inputs) -> Contender:
@@ -210,6 +213,7 @@ def cudnn_fp8(workload: Workload, inputs: Inputs) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Workload, Inputs], Contender]] = {
     OURS: ours,
+    FRONTIER: functools.partial(ours, name=FRONTIER, frontier_scores="bf16"),
     "flash-attn-4": flash_attention_4,
     "torch-varlen": torch_varlen,
     "cudnn": cudnn,
