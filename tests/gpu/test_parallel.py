@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import flamia
+from flamia.codes import encode_tokens, token_values
+from flamia.integrations import parallel_rows
 from flamia.integrations.parallel import ContextParallel
 
 LIMIT = timedelta(seconds=90)  # of a collective, should a rank be lost
@@ -69,6 +71,24 @@ def compare(device: torch.device, group: dist.ProcessGroup) -> None:
                     f"{(x - y).abs().nan_to_num().max()}, in rows {rows[:8].tolist()} of {len(x)}; {here.plan.pieces}"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_kernels_of_the_wire_are_the_functions():
+    """Bit for bit, with tokens at every end: not finite, zero, without a sign, down to 28 units, out at the largest number."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(5000, 3, 128, generator=generator, device="cuda")
+    x *= 2.0 ** torch.randint(-140, 127, (5000, 3, 1), generator=generator, device="cuda").double()
+    x[::5] *= 28.4 / x[::5].abs().amax(-1, keepdim=True)
+    x[1::50], x[2::50, :, 3], x[3::50, 1, 4] = -0.0, torch.nan, torch.inf
+    x = x.clamp(-3.38e38, 3.38e38).where(x.isfinite(), x).bfloat16()
+    for some in (x, x[..., :64].contiguous()):
+        codes, scales = parallel_rows.encoded(some, "e4m3:coarse")
+        want = encode_tokens(some, "e4m3:coarse")
+        assert torch.equal(codes, want[0]) and torch.equal(scales, want[1])
+        rows = torch.randint(0, 5000, (7001,), generator=generator, device="cuda")
+        got = parallel_rows.decoded(codes, scales, rows, torch.bfloat16, "e4m3:coarse")
+        want = token_values(codes[rows], scales[rows], torch.bfloat16, "e4m3:coarse")
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
 
 
 def failures(ranks: int, backend: str, folder, sizes: tuple[int, ...]) -> str:

@@ -26,6 +26,7 @@ from flamia.hopper.dkv import dkv_kernel  # noqa: E402
 from flamia.hopper.dq import dq_kernel  # noqa: E402
 from flamia.hopper.forward import LAG, PEAK, forward_kernel  # noqa: E402
 from flamia.hopper.launch import OPTIONS, PLAIN, TUNING  # noqa: E402
+from flamia.integrations import parallel_kernels, parallel_rows  # noqa: E402
 
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton ships no cuobjdump")
@@ -195,14 +196,17 @@ def pointers(names: str, kind: str) -> dict[str, str]:
 
 SMALL = {
     **pointers("CU_Q CU_K SCRATCH Q_BLOCKS K_BLOCKS Q_ITEMS K_ITEMS COUNTS TURNS", "*i32"),
-    **pointers("Q K V G O VD GB Q_CLEAN K_CLEAN DQ DK DV", "*bf16"),
+    **pointers("X OUT Q K V G O VD GB Q_CLEAN K_CLEAN DQ DK DV", "*bf16"),
     **pointers("LSE DLSE QF KF VF KG LSE2 DELTA", "*fp32"),
     **pointers("QC KC VC GC", "*fp8e4nv"),
+    **pointers("CODES SCALES", "*u8"),
+    "TOKENS": "*i64",
     **pointers("factor sign", "fp32"),
 }
 
 
 SCHEDULES = [{"Q_STEP": 64, "SHIFT_Q": q, "SHIFT_K": k, "CHUNK": 1024} for q, k in ((0, 0), (0, 1), (3, 4))]
+WIRE = {"ROWS": parallel_rows.ROWS}
 ENCODERS = [{"D": d, "ROWS": quantize.ROWS} for d in (64, 128)]
 
 
@@ -216,6 +220,8 @@ ENCODERS = [{"D": d, "ROWS": quantize.ROWS} for d in (64, 128)]
             for constants in ENCODERS
             for dlse in (False, True)
         ),
+        *((parallel_kernels.encode_kernel, {**WIRE, "D": d, "BAD": 127}, 4) for d in (64, 128)),
+        *((parallel_kernels.decode_kernel, {**WIRE, "D": d, "CODE": 94, "INSTEAD": 29.0}, 4) for d in (64, 128)),
     ],
 )
 def test_small_kernels(fn, constants, warps, tmp_path):

@@ -151,7 +151,7 @@ def what_crosses_the_wire(rank: int) -> None:
 
     class Counted(ContextParallel):
         def _gather(self, data, most):
-            sent.append(data.numel())
+            sent.append(data.numel() * data.element_size())
             return super()._gather(data, most)
 
     def bytes_sent(lengths, recipe):
@@ -159,8 +159,10 @@ def what_crosses_the_wire(rank: int) -> None:
         here = Counted(offsets(lengths), recipe=recipe)
         sent.clear()
         leaves = [here.shard(x).requires_grad_() for x in (q, k, v)]
-        here.attention(*leaves).backward(here.shard(do))
-        return list(sent), here
+        o = here.attention(*leaves)
+        forward = sum(sent)
+        o.backward(here.shard(do))
+        return [forward, sum(sent) - forward], here
 
     got, here = bytes_sent((1024,), "mxfp8_scores/strict")
     assert here.tokens == 512
@@ -175,7 +177,7 @@ def what_crosses_the_wire(rank: int) -> None:
         (-1, 256),
     ]  # two pieces share a call
     got, here = bytes_sent((200, 200), "mxfp8_scores/strict")
-    assert got == [] and not here.plan.shared  # whole documents: nothing crosses
+    assert got == [0, 0] and not here.plan.shared  # whole documents: nothing crosses
 
 
 def errors_teach(rank: int) -> None:

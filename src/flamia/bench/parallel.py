@@ -69,8 +69,18 @@ def peak(fn: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def measure(workload: Workload, rounds: int, device: torch.device) -> dict:
+def profiled(fn: Callable[[], object], device: torch.device, show: bool) -> None:
+    """One call on all ranks, and what its kernels took on the first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fn()
+        synchronize(device)
+    if show:
+        print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=14, max_name_column_width=50))
+
+
+def measure(workload: Workload, rounds: int, device: torch.device, profile: bool = False) -> dict:
     q, k, v, do, cu = workload.inputs(str(device))
+    ContextParallel(cu)  # the first of a process starts its connections
     started = time.perf_counter()
     here = ContextParallel(cu)
     planned = time.perf_counter() - started
@@ -117,6 +127,8 @@ def measure(workload: Workload, rounds: int, device: torch.device) -> dict:
             "all_ms": statistics.median(b for _, b in times),
             "ratio": [ratios[0], statistics.median(ratios), ratios[-1]],
         }
+    if profile and device.type == "cuda":
+        profiled(all_cards, device, here.rank == 0)
     return result
 
 
@@ -127,6 +139,9 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--profile", action="store_true", help="print what the first rank's card does in a training call"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     parser.add_argument("--commit", help="what to call this version, where git is not at hand")
     options = parser.parse_args()
@@ -136,7 +151,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cards else torch.device("cpu")
     if cards:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cards else "gloo")
+    dist.init_process_group("nccl" if cards else "gloo", device_id=device if cards else None)
     first = dist.get_rank() == 0
     around = surroundings(str(device), options.commit)
     if first:
@@ -147,7 +162,7 @@ def main() -> None:
     results = []
     for text in options.documents.split(";"):
         workload = Workload(text, lengths(text), options.heads, options.kv_heads, options.dim)
-        result = measure(workload, options.rounds, device)
+        result = measure(workload, options.rounds, device, options.profile)
         results.append(result)
         if first:
             print(f"{text}: {result['plan']}; plan {result['plan_ms']:.1f} ms")

@@ -15,7 +15,8 @@ Operands that every product reads as E4M3 codes with a scale per token travel as
 `mxfp8_scores`, V and dO in its backward. Decoded, they encode to the same codes and scales (codes.py). The others have 16
 bits: dQ reads K and dK reads Q as they are. Other recipes' operands, whose scales cover several tokens, have 16 bits too.
 
-Calls are made of what the operators know already. A piece of queries is a document whose queries are its last rows. A
+Documents that lie whole on a rank cross nothing: they are an ordinary call, which runs while the rows of shared ones are on
+their way. Calls for those are made of what the operators know already. A piece of queries is a document whose queries are its last rows. A
 piece of keys start .. end is one whose right side is open as far as the queries reach behind it; its queries are padded to whole
 blocks with rows of zeros, which add zeros. Under a window the keys just behind the piece are taken along instead.
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +49,7 @@ Item = tuple[Piece, tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: which rows of the pool it reads, and where its results belong."""
+    """One call of an operator: which gathered rows it reads, and where its results belong."""
 
     queries: Tensor
     keys: Tensor
@@ -55,7 +57,7 @@ class Call:
     cu_k: Tensor
     window: tuple[int, int]
     results: Tensor  # of dK and dV: rows of the call
-    owned: Tensor  # and the local rows that they are
+    owned: Tensor  # and which of the rank's rows of shared documents they are
 
 
 class ContextParallel:
@@ -140,16 +142,16 @@ class ContextParallel:
         """The whole buffer on every rank, from each rank's rows; without gradient. total: its rows, those behind the last
         document being zero."""
         self._check_rows("x", x)
-        data = x.contiguous().flatten(1).view(torch.uint8) if x.dim() > 1 else x.contiguous()[:, None].view(torch.uint8)
         most = max(self.plan.tokens)
-        gathered = self._gather(data, most)
-        at = {rank: rank * most for rank in range(self.ranks)}
-        out = data.new_zeros(sum(self.plan.lengths) if total is None else total, data.shape[1])
-        for piece in self.plan.pieces:
-            size, start = piece.end - piece.start, self.starts[piece.document] + piece.start
-            out[start : start + size] = gathered[at[piece.rank] : at[piece.rank] + size]
-            at[piece.rank] += size
-        return out.view(x.dtype).view(-1, *x.shape[1:])
+        gathered = self._gather(x if x.dim() > 1 else x[:, None], most)()
+        out = gathered.new_zeros(sum(self.plan.lengths) if total is None else total, *gathered.shape[1:])
+        for rank in range(self.ranks):
+            at = rank * most
+            for piece in self.plan.of_rank(rank):
+                size, start = piece.end - piece.start, self.starts[piece.document] + piece.start
+                out[start : start + size] = gathered[at : at + size]
+                at += size
+        return out.view(-1, *x.shape[1:])
 
     def attention(
         self,
@@ -188,7 +190,7 @@ class ContextParallel:
         """All ranks must have made the same plan: other offsets on one of them would be wrong answers on all."""
         mine = f"{offsets} {self.recipe} {self.left} {self.plan.pieces}"
         digest = torch.tensor([list(hashlib.sha256(mine.encode()).digest())], dtype=torch.uint8, device=self.device)
-        others = (self._gather(digest, 1) != digest).any(1).nonzero()[:, 0].tolist()
+        others = (self._gather(digest, 1)()[:-1] != digest).any(1).nonzero()[:, 0].tolist()
         if others:
             raise ValueError(
                 f"rank {self.rank} was given other cu_seqlens, recipe or window than ranks {others}; all must be given "
@@ -197,38 +199,39 @@ class ContextParallel:
             )
 
     def _place(self) -> None:
-        """`where`: the row of the pool that holds each token of the buffer, as far as this rank can know it. The pool is
-        what a call reads: this rank's rows, everybody's rows of shared documents, and a row of zeros at the end."""
+        """Where tokens lie. A rank's rows are those of its whole documents, `whole` of them, and then those of its pieces of
+        shared documents. `where`: the row of what is gathered that holds a token of a shared document."""
         shared = self.plan.shared
-        counts = [sum(p.end - p.start for p in self.plan.of_rank(r) if p.document in shared) for r in range(self.ranks)]
-        self.most = max(counts)
+        parts = [[p for p in self.plan.of_rank(rank) if p.document in shared] for rank in range(self.ranks)]
+        self.most = max(sum(p.end - p.start for p in pieces) for pieces in parts)
         mine = self.plan.of_rank(self.rank)
-        self.first = dict(zip(mine, itertools.accumulate((p.end - p.start for p in mine), initial=0)))  # local rows
-        rows = torch.cat([_span(0, 0), *(_span(self.starts[p.document] + p.start, p.end - p.start) for p in mine)])
+        rows = [_span(self.starts[p.document] + p.start, p.end - p.start) for p in mine]
+        self.rows = torch.cat([_span(0, 0), *rows]).to(self.device)
+        self.pieces = parts[self.rank]
+        ends = [0, *itertools.accumulate(p.end - p.start for p in mine if p.document not in shared)]
+        self.whole = ends[-1]
+        self.cu_whole = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        sizes = (p.end - p.start for p in self.pieces)
+        self.first = dict(zip(self.pieces, itertools.accumulate(sizes, initial=0)))
         self.where = torch.full((sum(self.plan.lengths),), -1, dtype=torch.int64)
-        self.where[rows] = _span(0, len(rows))
-        needed = [_span(self.first[p], p.end - p.start) for p in mine if p.document in shared]
-        self.sent = torch.cat([_span(0, 0), *needed]).to(self.device)  # local rows that others need
-        self.rows = rows.to(self.device)
-        for rank in range(self.ranks):
-            at = len(self.rows) + rank * self.most
-            for piece in self.plan.of_rank(rank):
-                if piece.document in shared:
-                    start, size = self.starts[piece.document] + piece.start, piece.end - piece.start
-                    self.where[start : start + size] = _span(at, size)
-                    at += size
-        self.zero = len(self.rows) + (self.ranks * self.most if shared else 0)
+        for rank, pieces in enumerate(parts):
+            at = rank * self.most
+            for piece in pieces:
+                start, size = self.starts[piece.document] + piece.start, piece.end - piece.start
+                self.where[start : start + size] = _span(at, size)
+                at += size
+        self.zero = self.ranks * self.most
 
-    def _pool_rows(self, document: int, start: int, end: int) -> Tensor:
-        """Positions of a document as rows of the pool; those behind its end are the row of zeros."""
+    def _gathered_rows(self, document: int, start: int, end: int) -> Tensor:
+        """Positions of a document as rows of what is gathered; those behind its end are the row of zeros."""
         first, length = self.starts[document], self.plan.lengths[document]
         rows = self.where[first + start : first + min(end, length)]
         return torch.cat([rows, torch.full((max(0, end - length),), self.zero)])
 
     def _call(self, items: list[Item], window: tuple[int, int]) -> Call:
         """Results are the pieces' own rows of keys."""
-        queries = [self._pool_rows(piece.document, *span) for piece, span, _ in items]
-        keys = [self._pool_rows(piece.document, *span) for piece, _, span in items]
+        queries = [self._gathered_rows(piece.document, *span) for piece, span, _ in items]
+        keys = [self._gathered_rows(piece.document, *span) for piece, _, span in items]
         cu_q, cu_k = (
             torch.tensor([0, *itertools.accumulate(map(len, rows))], dtype=torch.int32, device=self.device)
             for rows in (queries, keys)
@@ -243,19 +246,19 @@ class ContextParallel:
         return Call(joined[0], joined[1], cu_q, cu_k, window, joined[2], joined[3])
 
     def _rows_call(self) -> Call:
-        """All of this rank's queries: O, LSE and dQ."""
+        """This rank's queries of shared documents: O, LSE and dQ."""
         items = []
-        for piece in self.plan.of_rank(self.rank):
+        for piece in self.pieces:
             low = 0 if self.left == OPEN else max(0, piece.start - self.left) // self.plan.block * self.plan.block
             items.append((piece, (piece.start, piece.end), (low, piece.end)))
         return self._call(items, (self.left, 0))
 
     def _columns_calls(self) -> list[Call]:
-        """All of this rank's keys: dK and dV. Pieces that are as far from their document's end share a call."""
+        """This rank's keys of shared documents: dK and dV. Pieces that are as far from their document's end share a call."""
         together: list[Item] = []
         apart: dict[int, list[Item]] = {}
         block = self.plan.block
-        for piece in self.plan.of_rank(self.rank):
+        for piece in self.pieces:
             length = self.plan.lengths[piece.document]
             padded = -(-length // block) * block
             # whether a block of queries has any full pair decides how it reads dO: let it have the one that it has
@@ -272,17 +275,13 @@ class ContextParallel:
 
     # --------------------------------------------------------------------------------------------------------- wire
 
-    def _gather(self, data: Tensor, most: int) -> Tensor:
+    def _gather(self, data: Tensor, most: int) -> Callable[[], Tensor]:
         return gather(data, most, self.ranks, self.group)
 
-    def pool(self, fields: dict[str, Field], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Bytes of each field for all rows of the pool."""
-        data = torch.cat([field.pack(tensors[name]) for name, field in fields.items()], 1)
-        parts = [data, data.new_zeros(1, data.shape[1])]
-        if self.plan.shared:
-            parts.insert(1, self._gather(data[self.sent], self.most))
-        widths = [field.nbytes for field in fields.values()]
-        return dict(zip(fields, torch.cat(parts).split(widths, 1)))
+    def send(self, fields: dict[str, Field], tensors: dict[str, Tensor]) -> Callable[[], dict[str, tuple[Tensor, ...]]]:
+        """Start to gather the fields of this rank's rows of shared documents; call what is returned to have everybody's."""
+        under_way = {name: [self._gather(x, self.most) for x in f.pack(tensors[name])] for name, f in fields.items()}
+        return lambda: {name: tuple(arrived() for arrived in parts) for name, parts in under_way.items()}
 
 
 def _span(start: int, count: int) -> Tensor:
@@ -291,73 +290,98 @@ def _span(start: int, count: int) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
+    """Whole documents are an ordinary call; it runs while the rows of the shared ones are on their way."""
+
     @staticmethod
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, here: ContextParallel, scale: float, backend: str, with_lse: bool
     ):
-        fields = {
-            "k": Field.of(k, coded(here.recipe, "s_k")),
-            "v": Field.of(v, coded(here.recipe, "o_v")),
-        }
-        pool, call = here.pool(fields, {"k": k, "v": v}), here.rows_call
-        keys, values = (fields[name].unpack(pool[name][call.keys]) for name in "kv")
-        o, lse, residual, *_ = ops.attention_forward(
-            q, keys, values, call.cu_q, call.cu_k, *call.window, scale, str(here.recipe), backend, "trusted", -1, -1,
-            save=False,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, o, lse, residual)
+        n, common = here.whole, (scale, str(here.recipe), backend, "trusted", -1, -1)
+        fields = {"k": Field.of(k, coded(here.recipe, "s_k")), "v": Field.of(v, coded(here.recipe, "o_v"))}
+        arrive = here.send(fields, {"k": k[n:], "v": v[n:]}) if here.plan.shared else None
+        answers, saved = [], q.new_empty(0, dtype=torch.uint8)
+        if n or arrive is None:
+            cu = here.cu_whole
+            *answer, saved = ops.attention_forward(q[:n], k[:n], v[:n], cu, cu, here.left, 0, *common, save=True)
+            answers.append(answer)
+        if arrive is not None:
+            pool, call = arrive(), here.rows_call
+            keys, values = (fields[name].read(pool[name], call.keys) for name in "kv")
+            *answer, _ = ops.attention_forward(
+                q[n:], keys, values, call.cu_q, call.cu_k, *call.window, *common, save=False
+            )
+            answers.append(answer)
+        o, lse, residual = (joined(parts, dim) for parts, dim in zip(zip(*answers), (0, 1, 0)))
+        ctx.save_for_backward(q, k, v, o, lse, residual, saved)
         ctx.options = here, scale, backend, with_lse
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx, do: Tensor | None, dlse: Tensor | None):
-        q, k, v, o, lse, residual = ctx.saved_tensors
+        q, k, v, o, lse, residual, saved = ctx.saved_tensors
         here, scale, backend, with_lse = ctx.options
-        recipe = here.recipe
+        recipe, n, wanted = here.recipe, here.whole, ctx.needs_input_grad[:3]
+        common = (scale, str(recipe), backend, "trusted")
         do = torch.zeros_like(o) if do is None else do.contiguous()
-        tensors = {"k": k, "v": v, "q": q, "g": do, "o": o, "lse": lse.t()[..., None]}
+        if with_lse:  # the same on every rank, whatever reached it
+            dlse = torch.zeros_like(lse) if dlse is None else dlse
         fields = {
             "k": Field.of(k, coded(recipe, "s_k", "dq_k")),
             "v": Field.of(v, coded(recipe, "o_v", "e_v")),
             "q": Field.of(q, coded(recipe, "s_q", "dk_q")),
             "g": Field.of(o, coded(recipe, "e_g", "dv_g")),
             "o": Field.of(o),
-            "lse": Field(q.shape[1], 1, torch.float32, ""),
+            "lse": Field.of(lse),
         }
+        tensors = {"k": k, "v": v, "q": q, "g": do, "o": o, "lse": lse.t()}
         if len(residual):
             tensors["residual"], fields["residual"] = residual, fields["o"]
-        if with_lse:  # the same on every rank, whatever reached it
-            dlse = torch.zeros_like(lse) if dlse is None else dlse
-            tensors["dlse"], fields["dlse"] = dlse.t()[..., None], fields["lse"]
-        pool = here.pool(fields, tensors)
-
-        def read(name: str, rows: Tensor) -> Tensor:
-            return fields[name].unpack(pool[name][rows])
-
-        def of_rows(name: str, rows: Tensor) -> Tensor | None:
-            return read(name, rows)[..., 0].t().contiguous() if name in fields else None
-
-        def gradients(call: Call, queries: list, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
-            g, given_dlse, q, *outputs = queries
-            return ops.attention_backward(
-                g, given_dlse, q, read("k", call.keys), read("v", call.keys), *outputs, call.cu_q, call.cu_k,
-                *call.window, scale, str(recipe), backend, "trusted", *wanted,
+        if dlse is not None:
+            tensors["dlse"], fields["dlse"] = dlse.t(), fields["lse"]
+        arrive = here.send(fields, {name: x[n:] for name, x in tensors.items()}) if here.plan.shared else None
+        gradients: list[list[Tensor]] = [[], [], []]
+        if n or arrive is None:
+            kept = saved.numel() > 0
+            found = ops.attention_backward(
+                do[:n], None if dlse is None else dlse[:, :n], q[:n], k[:n], None if kept else v[:n], o[:n], lse[:, :n],
+                residual[:n], here.cu_whole, here.cu_whole, here.left, 0, *common, *wanted, saved if kept else None,
             )  # fmt: skip
+            for parts, x in zip(gradients, found):
+                parts.append(x)
+        if arrive is not None:
+            pool = arrive()
 
-        dq, dk, dv = None, None, None
-        wanted = ctx.needs_input_grad[:3]
-        if wanted[0]:
-            mine = [do, dlse, q, o, lse, residual]
-            dq = gradients(here.rows_call, mine, (True, False, False))[0]
-        if wanted[1] or wanted[2]:
-            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-            for call in here.columns_calls:
-                theirs = [read("g", call.queries), of_rows("dlse", call.queries), read("q", call.queries)]
-                theirs += [read("o", call.queries), of_rows("lse", call.queries)]
-                theirs += [read("residual", call.queries) if len(residual) else residual]
-                _, part_k, part_v = gradients(call, theirs, (False, wanted[1], wanted[2]))
-                for whole, part, want in ((dk, part_k, wanted[1]), (dv, part_v, wanted[2])):
-                    if want:
-                        whole[call.owned] = part[call.results]
-        return dq, dk if wanted[1] else None, dv if wanted[2] else None, None, None, None, None
+            def read(name: str, rows: Tensor) -> Tensor:
+                return fields[name].read(pool[name], rows)
+
+            def solve(call: Call, queries: list, wanted: tuple[bool, bool, bool]) -> list[Tensor]:
+                g, given_dlse, q, *outputs = queries
+                return ops.attention_backward(
+                    g, given_dlse, q, read("k", call.keys), read("v", call.keys), *outputs, call.cu_q, call.cu_k,
+                    *call.window, *common, *wanted,
+                )  # fmt: skip
+
+            if wanted[0]:
+                mine = [do[n:], None if dlse is None else dlse[:, n:], q[n:], o[n:], lse[:, n:], residual[n:]]
+                gradients[0].append(solve(here.rows_call, mine, (True, False, False))[0])
+            if wanted[1] or wanted[2]:
+                sums = [torch.zeros_like(x[n:]) if want else None for x, want in zip((k, v), wanted[1:])]
+                for call in here.columns_calls:
+                    rows = call.queries
+                    theirs = [read("g", rows), read("dlse", rows).t() if dlse is not None else None, read("q", rows)]
+                    theirs += [read("o", rows), read("lse", rows).t().contiguous()]
+                    theirs += [read("residual", rows) if len(residual) else residual]
+                    _, *found = solve(call, theirs, (False, *wanted[1:]))
+                    for whole, part in zip(sums, found):
+                        if whole is not None:
+                            whole[call.owned] = part if len(call.results) == len(part) else part[call.results]
+                for parts, whole in zip(gradients[1:], sums):
+                    if whole is not None:
+                        parts.append(whole)
+        made = [joined(parts, 0) if want else None for parts, want in zip(gradients, wanted)]
+        return *made, None, None, None, None
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -81,8 +81,9 @@ class Plan:
         return tuple(sum(value(piece) for piece in self.of_rank(rank)) for rank in range(self.ranks))
 
     def of_rank(self, rank: int) -> list[Piece]:
-        """In the order in which a rank holds them."""
-        return [piece for piece in self.pieces if piece.rank == rank]
+        """In the order in which a rank holds them: whole documents, then pieces of shared ones."""
+        shared = self.shared
+        return sorted((p for p in self.pieces if p.rank == rank), key=lambda piece: piece.document in shared)
 
     @property
     def shared(self) -> frozenset[int]:

@@ -1,47 +1,40 @@
-"""What context-parallel attention sends, and in which form: a row of bytes for each token, one gather for each pass."""
+"""What context-parallel attention sends, and in which form: tensors of a row for each token, gathered from all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flamia.codes import PER_TOKEN, encode_tokens, token_values
+from flamia.codes import PER_TOKEN
+from flamia.integrations.parallel_rows import decoded, encoded
 from flamia.recipe import Recipe
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns since 2.13
 
 
 class Field(NamedTuple):
-    """One tensor of a token on the wire: (heads, width) of a dtype, or its E4M3 codes and scales (`cell`; "" for none)."""
+    """One tensor (T, heads, width) on the wire: as it is, or its E4M3 codes and scales (`cell`; "" for none)."""
 
-    heads: int
-    width: int
     dtype: torch.dtype
     cell: str
 
     @classmethod
     def of(cls, x: Tensor, cell: str = "") -> Field:
-        return cls(x.shape[1], x.shape[2], x.dtype, cell)
+        return cls(x.dtype, cell)
 
-    @property
-    def nbytes(self) -> int:
-        return self.heads * (self.width + 1 if self.cell else self.width * self.dtype.itemsize)
+    def pack(self, x: Tensor) -> tuple[Tensor, ...]:
+        return encoded(x, self.cell) if self.cell else (x.contiguous(),)
 
-    def pack(self, x: Tensor) -> Tensor:
-        """(T, heads, width) -> (T, nbytes) uint8."""
+    def read(self, parts: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+        """Some rows of what was packed, (len(rows), heads, width)."""
         if self.cell:
-            return torch.cat([part.flatten(1) for part in encode_tokens(x, self.cell)], 1)
-        return x.to(self.dtype).contiguous().flatten(1).view(torch.uint8)
-
-    def unpack(self, data: Tensor) -> Tensor:
-        shape = (len(data), self.heads, self.width)
-        if self.cell:
-            codes, scales = data.split([self.heads * self.width, self.heads], 1)
-            return token_values(codes.reshape(shape), scales[..., None], self.dtype, self.cell)
-        return data.contiguous().view(self.dtype).view(shape)
+            codes, scales = parts
+            return decoded(codes, scales, rows, self.dtype, self.cell)
+        return parts[0].index_select(0, rows)
 
 
 def coded(recipe: Recipe, *names: str) -> str:
@@ -57,10 +50,26 @@ def coded(recipe: Recipe, *names: str) -> str:
     return cells.pop() if plain and one and weights <= {"bf16:none"} else ""
 
 
-def gather(data: Tensor, most: int, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Rows of bytes of all ranks, each rank's padded to `most`, in the order of ranks. Gloo goes by way of the host."""
-    padded = torch.nn.functional.pad(data, (0, 0, 0, most - len(data)))
-    padded = padded.cpu() if data.is_cuda and dist.get_backend(group) == "gloo" else padded.contiguous()
-    out = padded.new_empty(ranks * most, data.shape[1])
-    _all_gather(out, padded, group=group)
-    return out.to(data.device)
+def gather(data: Tensor, most: int, ranks: int, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+    """Rows of all ranks, each rank's padded to `most`, in the order of ranks, and a row of zeros behind them. They are sent
+    from now on, and are there when what is returned has been called. Gloo goes by way of the host."""
+    shape = data.shape[1:]
+    wide = data.contiguous().flatten(1)
+    if len(wide) < most:
+        wide = torch.cat([wide, wide.new_zeros(most - len(wide), wide.shape[1])])
+    by_host = data.is_cuda and dist.get_backend(group) == "gloo"
+    wide = wide.cpu() if by_host else wide
+    out = wide.new_empty(ranks * most + 1, wide.shape[1])
+    out[-1:].zero_()
+    if wide.is_cuda:
+        work = _all_gather(out[:-1].view(torch.uint8), wide.view(torch.uint8), group=group, async_op=True)
+    else:
+        work = None
+        _all_gather(out[:-1].view(torch.uint8), wide.view(torch.uint8), group=group)
+
+    def arrived() -> Tensor:
+        if work is not None:
+            work.wait()
+        return (out.to(data.device) if by_host else out).unflatten(1, shape)
+
+    return arrived
