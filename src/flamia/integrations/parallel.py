@@ -16,9 +16,9 @@ Operands that every product reads as E4M3 codes with a scale per token travel as
 bits: dQ reads K and dK reads Q as they are. Other recipes' operands, whose scales cover several tokens, have 16 bits too.
 
 Documents that lie whole on a rank cross nothing: they are an ordinary call, which runs while the rows of shared ones are on
-their way. Calls for those are made of what the operators know already. A piece of queries is a document whose queries are its last rows. A
-piece of keys start .. end is one whose right side is open as far as the queries reach behind it; its queries are padded to whole
-blocks with rows of zeros, which add zeros. Under a window the keys just behind the piece are taken along instead.
+their way. Calls for those are made of what the operators know already. A piece of queries is a document whose queries are its
+last rows. A piece of keys start .. end is one whose right side is open as far as the queries reach behind it; its queries are
+padded to whole blocks with rows of zeros, which add zeros. Under a window the keys just behind the piece are taken along.
 
 Memory: between forward and backward a rank keeps its own tokens. For the time of a call it holds the gathered bytes and 16-bit
 copies of what one operator reads: K and V once for each of its pieces, with two pieces about 1 + 1 / (2 ranks) times those of a
