@@ -48,7 +48,7 @@ def test_against_the_oracle(case):
     want = oracle.attention(q, k, v, do, spans, *window, scale, dlse, edge=True)
     report = {name: error(g, w) for name, g, w in zip(NAMES, got, want) if name != "lse"}
     print(case, {name: f"{e:.1e}" for name, e in report.items()})
-    assert max(report.values()) < 4e-3, report
+    assert max(report.values()) < 5e-3, report
     coarse = oracle.attention(q, k, v, do, spans, *window, scale, dlse)
     assert all(error(g, w) > 2 * report[name] for name, g, w in zip(NAMES, got, coarse) if name != "lse")
 

@@ -150,7 +150,8 @@ def dkv_consumer(c, DK, DV, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slo
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, SL)
-    BL: gl.constexpr = gl.BlockedLayout([1, 8], [1024 // D, D // 32], [4, 1], [1, 0])
+    PARTS: gl.constexpr = 4 if FRONTIER else 1  # in which results are written: K as given leaves little memory for it
+    BL: gl.constexpr = gl.BlockedLayout([1, 8], [PARTS * 256 // D, D // 8 // PARTS], [4, 1], [1, 0])
     WL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     zero = gl.full([64, BM], 0.0, gl.float32, layout=SL)
     if FRONTIER:
@@ -226,10 +227,14 @@ def dkv_consumer(c, DK, DV, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slo
             mbarrier.arrive(empty.index(sp), count=1)
         mbarrier.arrive(kv_empty, count=1)
         ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
-        co = gl.arange(0, D // 4, layout=gl.SliceLayout(0, BL))
+        co = gl.arange(0, D // PARTS, layout=gl.SliceLayout(0, BL))
         to = (out_row + ro).to(gl.int64)[:, None] * (heads * D) + (hk * D + co)[None, :]
-        store_quarters(DV + to, dv.to(gl.bfloat16), (ro < valid)[:, None], D, BL)
-        store_quarters(DK + to, (dk * scale).to(gl.bfloat16), (ro < valid)[:, None], D, BL)
+        if PARTS == 1:
+            gl.store(DV + to, gl.convert_layout(dv.to(gl.bfloat16), BL), mask=(ro < valid)[:, None])
+            gl.store(DK + to, gl.convert_layout((dk * scale).to(gl.bfloat16), BL), mask=(ro < valid)[:, None])
+        else:
+            store_quarters(DV + to, dv.to(gl.bfloat16), (ro < valid)[:, None], D, BL)
+            store_quarters(DK + to, (dk * scale).to(gl.bfloat16), (ro < valid)[:, None], D, BL)
         tile += 1
         mbarrier.wait(kv_full, tile & 1)
         hk = announced(slots, 0)
