@@ -192,9 +192,9 @@ def captured_words() -> list[str]:
 
 SIXTEEN = {
     "": "nothing (the default)",
-    "frontier.s_q frontier.s_k": "the scores",
+    "frontier_scores": "the scores (`frontier_scores=bf16`)",
     "frontier.o_v frontier.e_v": "V in O and E",
-    "frontier.s_q frontier.s_k frontier.o_v frontier.e_v": "both",
+    "frontier_scores frontier.o_v frontier.e_v": "both",
     "e_format": "E everywhere, and V in O, but no scores",
 }  # by the options that say so
 
