@@ -115,6 +115,7 @@ def usual_path(kernel: str, body: list[str]) -> list[str]:
 KERNELS = {"forward": forward_kernel, "dkv": dkv_kernel, "dq": dq_kernel}
 POINTERS = {
     "O": "*bf16",
+    "REST": "*bf16",
     "LSE": "*fp32",
     "DQ": "*bf16",
     "DK": "*bf16",
@@ -126,9 +127,10 @@ POINTERS = {
 }
 
 
-def attention_kernel(kernel: str, d: int, window: bool, frontier: int, tmp_path) -> str:
+def attention_kernel(kernel: str, d: int, window: bool, frontier: int, tmp_path, remainder: bool = False) -> str:
     tuning = dict(TUNING[kernel, d])
-    constants = dict(tuning, D=d, LEFT=window, FRONTIER=frontier, **({"BN": 128} if kernel == "forward" else {}))
+    constants = dict(tuning, D=d, LEFT=window, FRONTIER=frontier)
+    constants |= {"BN": 128, "REMAINDER": remainder} if kernel == "forward" else {}
     types = {**POINTERS, **descriptors(kernel, d, tuning)}
     return compiled(KERNELS[kernel], types, constants, GluonASTSource, tmp_path)
 
@@ -190,13 +192,19 @@ def test_attention_kernels(kernel, d, window, frontier, tmp_path):
             assert made >= 64, "the weights are made behind the join, where no product runs"
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_remainder_of_o_is_written_behind_the_loops(d, tmp_path):
+    with_it, without = (attention_kernel("forward", d, False, 0, tmp_path, rest) for rest in (True, False))
+    assert [len(body) for body in product_loops(with_it)] == [len(body) for body in product_loops(without)]
+
+
 def pointers(names: str, kind: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), kind)
 
 
 SMALL = {
     **pointers("CU_Q CU_K SCRATCH Q_BLOCKS K_BLOCKS Q_ITEMS K_ITEMS COUNTS TURNS", "*i32"),
-    **pointers("X OUT Q K V G O VD GB Q_CLEAN K_CLEAN DQ DK DV", "*bf16"),
+    **pointers("X OUT Q K V G O REST VD GB Q_CLEAN K_CLEAN DQ DK DV", "*bf16"),
     **pointers("LSE DLSE QF KF VF KG LSE2 DELTA", "*fp32"),
     **pointers("QC KC VC GC", "*fp8e4nv"),
     **pointers("CODES SCALES", "*u8"),
@@ -216,9 +224,9 @@ ENCODERS = [{"D": d, "ROWS": quantize.ROWS} for d in (64, 128)]
         *((schedule.schedule_kernel, constants, 8) for constants in SCHEDULES),
         *((quantize.encode_kernel, constants, 4) for constants in ENCODERS),
         *(
-            (quantize.encode_gradient_kernel, {**constants, "HAS_DLSE": dlse}, 4)
+            (quantize.encode_gradient_kernel, {**constants, "HAS_DLSE": dlse, "REMAINDER": rest}, 4)
             for constants in ENCODERS
-            for dlse in (False, True)
+            for dlse, rest in ((False, False), (True, False), (False, True))
         ),
         *((parallel_kernels.encode_kernel, {**WIRE, "D": d, "BAD": 127}, 4) for d in (64, 128)),
         *((parallel_kernels.decode_kernel, {**WIRE, "D": d, "CODE": 94, "INSTEAD": 29.0}, 4) for d in (64, 128)),

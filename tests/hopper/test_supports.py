@@ -34,12 +34,19 @@ def test_the_three_presets_of_the_default_route_are_one(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "options", ["delta=compensated", "frontier_scores=bf16", "delta=compensated,frontier_scores=bf16"]
+)
+def test_what_of_its_options_has_kernels(options, monkeypatch):
+    assert reason(f"mxfp8_scores/strict,{options}", monkeypatch) is None
+
+
+@pytest.mark.parametrize(
     "recipe, options, says",
     [
         ("mxfp8/strict", {}, "route 'mxfp8' has no Hopper kernel"),
-        ("mxfp8_scores/strict,delta=compensated", {}, "without other options"),
-        ("mxfp8_scores/strict,o_v=e4m3:token", {}, "without other options"),
-        ("mxfp8_scores/fold,frontier_scores=bf16", {}, "'mxfp8_scores/strict,frontier_scores=bf16'"),
+        ("mxfp8_scores/strict,delta=centered", {}, "delta=compensated or without"),
+        ("mxfp8_scores/strict,o_v=e4m3:token", {}, "delta=compensated or without"),
+        ("mxfp8_scores/fold,frontier_scores=bf16", {}, "with frontier_scores=bf16"),
         ("mxfp8_scores", {"dim": 80}, "64 or 128"),
         ("mxfp8_scores", {"dtype": torch.float16}, "bfloat16"),
         ("mxfp8_scores", {"generation": 10}, "Hopper"),

@@ -246,9 +246,10 @@ def forward_steps(lo, hi, last, second, i, p, acc, m, l, a, q, row, zero, lk, le
 
 
 @gluon.jit
-def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
+def forward_consumer(c, O, REST, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
                      lse_stride, left, right, unit, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                     LEFT: gl.constexpr, HOLD: gl.constexpr, FRONTIER: gl.constexpr):  # fmt: skip
+                     LEFT: gl.constexpr, HOLD: gl.constexpr, FRONTIER: gl.constexpr,
+                     REMAINDER: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -346,16 +347,20 @@ def forward_consumer(c, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, 
         ro = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BL))
         co = h * D + gl.arange(0, D // 4, layout=gl.SliceLayout(0, BL))
         at = (out_row + ro).to(gl.int64)[:, None] * o_stride_t + co[None, :]
-        store_quarters(O + at, out.to(gl.bfloat16), (ro < valid)[:, None], D, BL)
+        rounded = out.to(gl.bfloat16)
+        store_quarters(O + at, rounded, (ro < valid)[:, None], D, BL)
+        if REMAINDER:  # what rounding took from O, for D of the backward
+            store_quarters(REST + at, (out - rounded.to(gl.float32)).to(gl.bfloat16), (ro < valid)[:, None], D, BL)
         tile += 1
         mbarrier.wait(q_full, tile & 1)
         h = announced(slots, 0)
 
 
 @gluon.jit(do_not_specialize=["lse_stride", "left", "right", "hq", "group", "width"])
-def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, qb_desc, kb_desc, O, LSE, ITEMS, COUNTS, q_pad, k_pad,
+def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, qb_desc, kb_desc, O, REST, LSE, ITEMS, COUNTS, q_pad, k_pad,
                    o_stride_t, lse_stride, left, right, unit, hq, group, width, D: gl.constexpr, BN: gl.constexpr,
-                   ST: gl.constexpr, LEFT: gl.constexpr, HOLD: gl.constexpr, FRONTIER: gl.constexpr):  # fmt: skip
+                   ST: gl.constexpr, LEFT: gl.constexpr, HOLD: gl.constexpr, FRONTIER: gl.constexpr,
+                   REMAINDER: gl.constexpr):  # fmt: skip
     qs = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, D], q_desc.layout)
     qf = gl.allocate_shared_memory(gl.float32, [2, 64], a_desc.layout)
     ks = gl.allocate_shared_memory(gl.float8e4nv, [ST, BN, D], k_desc.layout)
@@ -377,10 +382,10 @@ def forward_kernel(q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, qb_desc, kb_d
     fence_async_shared()
     declare_vote()
     gl.warp_specialize([
-        (forward_consumer, (0, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
-                            lse_stride, left, right, unit, D, BN, ST, LEFT, HOLD, FRONTIER)),
-        (forward_consumer, (1, O, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
-                            lse_stride, left, right, unit, D, BN, ST, LEFT, HOLD, FRONTIER)),
+        (forward_consumer, (0, O, REST, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
+                            lse_stride, left, right, unit, D, BN, ST, LEFT, HOLD, FRONTIER, REMAINDER)),
+        (forward_consumer, (1, O, REST, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_empty, k_full, v_full, empty, o_stride_t,
+                            lse_stride, left, right, unit, D, BN, ST, LEFT, HOLD, FRONTIER, REMAINDER)),
         (forward_producer, (q_desc, a_desc, k_desc, v_desc, f_desc, g_desc, qb_desc, kb_desc, ITEMS, COUNTS, qs, qf, ks, vs,
                             fs, gs, slots, q_full, q_empty, k_full, v_full, empty, q_pad, k_pad, left, right, hq, group,
                             width, D, BN, ST, LEFT, FRONTIER)),

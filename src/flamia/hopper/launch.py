@@ -11,6 +11,7 @@ parts of a buffer are cut out by one `split_with_sizes` (`split` takes twice as 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -45,8 +46,13 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # releases of Triton diffe
 SHARED = 32  # numbers of k_groups in one load, 128 bytes: stages lie no closer; a step reads the first two or four
 SMALLEST_SCALE = 1e-30  # stands for a softmax scale of zero, so that -inf * scale stays -inf
 PLAIN = Recipe.strict("mxfp8_scores")
-NAMES = tuple(Recipe.parse(f"mxfp8_scores/{name}") for name in SAFETIES)  # scales of one token: all three are one
 EDGE = Recipe.strict("mxfp8_scores", frontier_scores="bf16")
+# scales of one token: the route's three presets are one
+RECIPES = frozenset(
+    replace(recipe, delta=delta)
+    for recipe in (EDGE, *(Recipe.parse(f"mxfp8_scores/{name}") for name in SAFETIES))
+    for delta in ("output", "compensated")
+)
 
 
 class Encoded(NamedTuple):
@@ -188,12 +194,14 @@ def forward_saving(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, lse, residual, saved). Shapes as in reference/: q (Tq, Hq, D), k, v (Tk, Hk, D), lse (Hq, Tq) natural log."""
     (tq, hq, d), (tk, hk, _) = q.shape, k.shape
-    none = q.new_empty(0)
+    none, compensated = q.new_empty(0), recipe.delta == "compensated"
     if tq == 0 or tk == 0 or documents.cu_q.numel() < 2:
         o = torch.zeros(tq, hq, d, dtype=q.dtype, device=q.device)
-        return o, q.new_full((hq, tq), -math.inf, dtype=torch.float32), none, empty_saved(q, k, documents)
+        rest = torch.zeros_like(o) if compensated else none
+        return o, q.new_full((hq, tq), -math.inf, dtype=torch.float32), rest, empty_saved(q, k, documents)
     o = torch.empty(tq, hq, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(hq, tq, dtype=torch.float32, device=q.device)
+    rest = torch.zeros_like(o) if compensated else none
     saved, e, v_decoded = encode(q, k, v, documents, scale, o, lse)
     left, right = sides(documents)
     frontier = frontier_kind(recipe, documents)
@@ -201,12 +209,12 @@ def forward_saving(
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     forward_kernel[grid(e.plan.q_capacity * hq, q.device)](
         tiles(e.q_codes, 64, d), vectors(e.q_factor, 64), tiles(e.k_codes, 128, d), tiles(v_decoded, 128, d),
-        vectors(e.k_factor, 128), vectors(e.k_groups, SHARED), packed_tiles(q_given, 64), packed_tiles(k_given, 128), o, lse,
-        e.plan.q_items, e.plan.counts, q_pad, k_pad, o.stride(0), lse.stride(0), left, right, exponent_of(scale), hq,
+        vectors(e.k_factor, 128), vectors(e.k_groups, SHARED), packed_tiles(q_given, 64), packed_tiles(k_given, 128), o,
+        rest, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad, o.stride(0), lse.stride(0), left, right, exponent_of(scale), hq,
         hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128, LEFT=left < OPEN,
-        FRONTIER=frontier, **TUNING["forward", d], **OPTIONS,
+        FRONTIER=frontier, REMAINDER=compensated, **TUNING["forward", d], **OPTIONS,
     )  # fmt: skip
-    return o, lse, none, saved
+    return o, lse, rest, saved
 
 
 def forward(
@@ -246,10 +254,10 @@ def backward(
     dk, dv = (torch.empty(tk, hk, d, dtype=k.dtype, device=device) for _ in range(2))
     dlse_strides = (0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))
     encode_gradient_kernel[(max(layout.q_capacity, layout.k_capacity) * (BLOCK // ROWS), hq + 1)](
-        do, o, lse, lse if dlse is None else dlse, g_codes, g_wide, lse2, delta, q, k, q_clean, k_clean, dq, dk, dv,
+        do, o, residual, lse, lse if dlse is None else dlse, g_codes, g_wide, lse2, delta, q, k, q_clean, k_clean, dq, dk, dv,
         layout.q_blocks, layout.counts, turns, do.stride(0), do.stride(1), o.stride(0), o.stride(1), q.stride(0),
         q.stride(1), k.stride(0), k.stride(1), lse.stride(0), *dlse_strides, q_pad, tq, tk, hq, hk,
-        HAS_DLSE=dlse is not None, D=d, ROWS=ROWS, num_warps=4,
+        HAS_DLSE=dlse is not None, REMAINDER=recipe.delta == "compensated", D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     left, right = sides(documents)
     window, frontier = left < OPEN, frontier_kind(recipe, documents)
@@ -284,8 +292,9 @@ def supports(
         return f"the kernels need a Hopper GPU (compute capability 9.x); the tensors are on {q.device}"
     if recipe.route != "mxfp8_scores":
         return f"route {recipe.route!r} has no Hopper kernel; 'mxfp8_scores' has"
-    if recipe not in (*NAMES, EDGE):
-        return f"recipe {str(recipe)!r}: the kernels compute {str(PLAIN)!r} and {str(EDGE)!r}, without other options"
+    if recipe not in RECIPES:
+        options = "frontier_scores=bf16 and delta=compensated"
+        return f"recipe {str(recipe)!r}: the kernels compute {str(PLAIN)!r}, with {options} or without"
     if q.dtype != torch.bfloat16:
         return f"dtype {q.dtype}: the kernels take bfloat16"
     if d not in HEAD_DIMS or v.shape[-1] != d:

@@ -185,10 +185,11 @@ def encode_kernel(Q, K, V, QC, KC, VC, VD, QF, KF, VF, KG, O, LSE, Q_BLOCKS, K_B
 
 
 @triton.jit(do_not_specialize=["lse_stride_h", "dlse_stride_t", "dlse_stride_h", "q_rows", "k_rows", "hq", "hk"])
-def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q, K, Q_CLEAN, K_CLEAN, DQ, DK, DV, Q_BLOCKS,
+def encode_gradient_kernel(G, O, REST, LSE, DLSE, GC, GB, LSE2, DELTA, Q, K, Q_CLEAN, K_CLEAN, DQ, DK, DV, Q_BLOCKS,
                            COUNTS, TURNS, g_stride_t, g_stride_h, o_stride_t, o_stride_h, q_stride_t, q_stride_h,
                            k_stride_t, k_stride_h, lse_stride_h, dlse_stride_t, dlse_stride_h, q_pad, q_rows,
-                           k_rows, hq, hk, HAS_DLSE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                           k_rows, hq, hk, HAS_DLSE: tl.constexpr, REMAINDER: tl.constexpr, D: tl.constexpr,
+                           ROWS: tl.constexpr):  # fmt: skip
     """Grid (blocks * 128 / ROWS, query heads + 1): dO's codes, and per row LSE log2(e) - e(G) and (D - dLSE) / 2^e(G).
     The last row of the grid zeroes gradients of tokens outside all documents, writes the cleaned copies if need be, and
     leaves in TURNS the counts with the lists of the two passes at their start: what the forward kept is only read."""
@@ -223,7 +224,10 @@ def encode_gradient_kernel(G, O, LSE, DLSE, GC, GB, LSE2, DELTA, Q, K, Q_CLEAN, 
         e = tl.where(bad, 0, _exponent(amax))
         codes = _codes(g, e, bad)
         values = codes.to(tl.float32)
-        delta = tl.sum(values * o.to(tl.float32), 1)
+        exact = o.to(tl.float32)
+        if REMAINDER:
+            exact += _load(REST, row, rows, valid, head, hq * D, D, D).to(tl.float32)
+        delta = tl.sum(values * exact, 1)
         if HAS_DLSE:
             at = head.to(tl.int64) * dlse_stride_h + (row + rows).to(tl.int64) * dlse_stride_t
             delta -= tl.load(DLSE + at, mask=live, other=0.0) * _power(-e)
