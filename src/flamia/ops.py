@@ -11,7 +11,8 @@ Why operators, and not an autograd.Function around kernels:
 Both are functional: they read their arguments, write nothing of the caller's, and return new contiguous tensors. The
 schema has tensors, ints, floats and strings only. A recipe crosses as `str(recipe)`, an open side of a window as -1, a
 backend by its name, and documents as their offsets. `offsets` says what may be assumed of those: "trusted" (this
-library made them), "checked" (read and checked here; a wait on a device), "clamped" (made harmless without reading).
+library made them), "aligned" (so it did, and first queries lie on blocks of keys), "checked" (read and checked here; a wait on
+a device), "clamped" (made harmless without reading).
 
 Backends answer two calls (see `reference`): forward(q, k, v, documents, recipe, scale) -> (o, lse, residual) and
 backward(do, dlse, q, k, v, o, lse, residual, documents, recipe, scale) -> (dq, dk, dv). What they are given is made easy
@@ -109,10 +110,10 @@ def _documents(
     elif offsets == "clamped":
         if not _handles(room, "offsets"):
             cu_q, cu_k = validation.clamp_offsets(cu_q, q.shape[0]), validation.clamp_offsets(cu_k, k.shape[0])
-    elif offsets != "trusted":
-        raise ValueError(f"offsets must be 'checked', 'clamped' or 'trusted', got {offsets!r}")
+    elif offsets not in ("trusted", "aligned"):
+        raise ValueError(f"offsets must be 'checked', 'clamped', 'trusted' or 'aligned', got {offsets!r}")
     left, right = (None if side == OPEN else side for side in window)
-    return Documents(cu_q.contiguous(), cu_k.contiguous(), left, right)
+    return Documents(cu_q.contiguous(), cu_k.contiguous(), left, right, offsets == "aligned")
 
 
 @contextmanager

@@ -24,13 +24,15 @@ class Documents:
     """The documents of one call and their mask.
 
     cu_q, cu_k: (documents + 1,) int32 offsets of queries and keys. left, right: how far a query sees, None = no limit;
-    causal attention has right = 0.
+    causal attention has right = 0. aligned: whoever made the offsets vouches that every document's first query lies on a
+    multiple of 128 positions, which nobody can see on the host where queries and keys differ in number.
     """
 
     cu_q: Tensor
     cu_k: Tensor
     left: int | None = None
     right: int | None = None
+    aligned: bool = False
 
     @classmethod
     def batched(cls, batch: int, lq: int, lk: int, left: int | None, right: int | None, device=None) -> Documents:

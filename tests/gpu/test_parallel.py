@@ -18,12 +18,14 @@ from flamia.integrations import parallel_rows
 from flamia.integrations.parallel import ContextParallel
 
 LIMIT = timedelta(seconds=90)  # of a collective, should a rank be lost
-# lengths, (heads, key heads), D, window
+# lengths, (heads, key heads), D, window, options of the recipe
 CASES = (
-    ((5000,), (4, 2), 128, None),
-    ((3000, 1, 0, 129, 300, 64, 128), (4, 2), 64, None),
-    ((4000, 300), (2, 2), 128, (500, 0)),
-    ((90,), (2, 1), 64, None),
+    ((5000,), (4, 2), 128, None, {}),
+    ((3000, 1, 0, 129, 300, 64, 128), (4, 2), 64, None, {}),
+    ((4000, 300), (2, 2), 128, (500, 0), {}),
+    ((90,), (2, 1), 64, None, {}),
+    ((3000, 200), (2, 1), 128, None, {"frontier_scores": "bf16"}),
+    ((3000, 200), (2, 1), 128, (500, 0), {"frontier_scores": "bf16", "delta": "compensated"}),
 )
 
 
@@ -46,7 +48,8 @@ def run(rank: int, ranks: int, backend: str, folder: str, sizes: tuple[int, ...]
 
 def compare(device: torch.device, group: dist.ProcessGroup) -> None:
     wrong = []
-    for lengths, heads, dim, window in CASES:
+    for lengths, heads, dim, window, options in CASES:
+        recipe = flamia.Recipe.strict(**options)
         torch.manual_seed(0)
         shapes = [(sum(lengths) + 3, h, dim) for h in (heads[0], heads[1], heads[1], heads[0])]
         q, k, v, do = (torch.randn(shape).to(device, torch.bfloat16) for shape in shapes)
@@ -55,9 +58,9 @@ def compare(device: torch.device, group: dist.ProcessGroup) -> None:
         do[::5] *= 228 * 2.0**-9 / do[::5].abs().amax(-1, keepdim=True)  # down to 224 units, whose own scale is smaller
         cu = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        o, lse = flamia.attention_varlen(*leaves, cu, causal=True, window=window, return_lse=True)
+        o, lse = flamia.attention_varlen(*leaves, cu, causal=True, window=window, return_lse=True, recipe=recipe)
         want = [o.detach(), lse.t(), *torch.autograd.grad(o, leaves, do)]
-        here = ContextParallel(cu, window=window, group=group)
+        here = ContextParallel(cu, window=window, group=group, recipe=recipe)
         mine = [here.shard(x.detach()).requires_grad_() for x in (q, k, v)]
         o, lse = here.attention(*mine, return_lse=True)
         got = [o.detach(), lse.detach().t(), *torch.autograd.grad(o, mine, here.shard(do))]
@@ -67,7 +70,7 @@ def compare(device: torch.device, group: dist.ProcessGroup) -> None:
                 apart = (x != y) & ~(x.isnan() & y.isnan())
                 rows = apart.flatten(1).any(1).nonzero().flatten()
                 wrong.append(
-                    f"{name} of {lengths}, window {window}: {apart.sum()} of {apart.numel()} differ, by up to "
+                    f"{name} of {lengths}, window {window}, {options}: {apart.sum()} of {apart.numel()} differ, by up to "
                     f"{(x - y).abs().nan_to_num().max()}, in rows {rows[:8].tolist()} of {len(x)}; {here.plan.pieces}"
                 )
     assert not wrong, "\n".join(wrong)

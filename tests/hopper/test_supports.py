@@ -71,3 +71,6 @@ def test_keys_with_offsets_of_their_own_are_refused_there():
     with pytest.raises(UnsupportedError, match="cu_seqlens_k"):
         launch.frontier_kind(launch.EDGE, Documents(cu, cu + 0, None, 0))
     assert launch.frontier_kind(launch.EDGE, Documents(cu, cu + 0, None, None)) == 0  # no mask, no edge
+    assert (
+        launch.frontier_kind(launch.EDGE, Documents(cu, cu + 0, None, 0, aligned=True)) == 1
+    )  # somebody vouches for it

@@ -58,6 +58,8 @@ CASES = {
     "fold": ((700, 300), (2, 1), "mxfp8/fold", None),
     "compensated": ((700, 300), (2, 1), "mxfp8_scores/strict,delta=compensated", None),
     "small blocks": ((500, 300), (2, 1), "mxfp8/strict,frontier_block=32", None),
+    "scores as given": ((700, 300), (2, 1), "mxfp8_scores/strict,frontier_scores=bf16", None),
+    "scores as given, window": ((900, 300), (2, 1), "mxfp8_scores/strict,frontier_scores=bf16", (200, 0)),
     "E in 16 bits": ((500, 300), (2, 1), "mxfp8_scores/strict,e_format=bf16,rotate=True", None),
 }  # fmt: skip
 

@@ -165,7 +165,7 @@ def frontier_kind(recipe: Recipe, documents: Documents) -> int:
     left, right = sides(documents)
     if recipe.full == recipe.frontier or min(left, right) == OPEN:
         return 0
-    if documents.cu_q.data_ptr() != documents.cu_k.data_ptr():
+    if documents.cu_q.data_ptr() != documents.cu_k.data_ptr() and not documents.aligned:
         raise UnsupportedError(
             f"recipe {str(recipe)!r}: the kernels compute it where queries and keys are the same tokens, not with offsets of "
             f"their own for the keys (cu_seqlens_k, or another length). Leave those out, take {str(PLAIN)!r}, or ask for "

@@ -296,7 +296,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, here: ContextParallel, scale: float, backend: str, with_lse: bool
     ):
-        n, common = here.whole, (scale, str(here.recipe), backend, "trusted", -1, -1)
+        n, common = here.whole, (scale, str(here.recipe), backend, "aligned", -1, -1)
         fields = {"k": Field.of(k, coded(here.recipe, "s_k")), "v": Field.of(v, coded(here.recipe, "o_v"))}
         arrive = here.send(fields, {"k": k[n:], "v": v[n:]}) if here.plan.shared else None
         answers, saved = [], q.new_empty(0, dtype=torch.uint8)
@@ -322,7 +322,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, lse, residual, saved = ctx.saved_tensors
         here, scale, backend, with_lse = ctx.options
         recipe, n, wanted = here.recipe, here.whole, ctx.needs_input_grad[:3]
-        common = (scale, str(recipe), backend, "trusted")
+        common = (scale, str(recipe), backend, "aligned")
         do = torch.zeros_like(o) if do is None else do.contiguous()
         if with_lse:  # the same on every rank, whatever reached it
             dlse = torch.zeros_like(lse) if dlse is None else dlse
