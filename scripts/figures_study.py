@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 from tables_study import WINDOW, beside, leak_floor, less, paired, seen, smooth
 
 ACCENT, INK, PALE, BAND = "#c0392b", "#22313f", "#8a99a6", "#e6eaee"
@@ -90,7 +91,7 @@ def curves(found: dict[str, Any], metadata: dict[str, Any], path: Path) -> None:
 def faults(found: dict[str, Any], metadata: dict[str, Any], path: Path) -> None:
     """Step by step: each fault's training loss less its control's on the same batch, and both gradient norms."""
     runs = {run["name"]: run for run in found["runs"] if run["study"] == "faults"}
-    chosen = [run for run in runs.values() if run["control"] in runs]
+    chosen = [run for run in runs.values() if run["control"] in runs and not run["seed"]]
     columns = 3
     rows = -(-len(chosen) // columns)
     figure, axes = plt.subplots(rows, 2 * columns, figsize=(12.5, 1.75 * rows + 0.3), squeeze=False)
@@ -108,6 +109,7 @@ def faults(found: dict[str, Any], metadata: dict[str, Any], path: Path) -> None:
             norms = smooth(each["gradient_norm"], 5)
             right.plot(range(1, len(norms) + 1, 4), norms[::4], color=colour, linewidth=0.9)
         right.set_yscale("log")
+        right.yaxis.set_minor_formatter(NullFormatter())
         right.set_title("gradient norm", fontsize=8, loc="right")
         for axis in (left, right):
             axis.set_visible(True)
