@@ -126,3 +126,5 @@ def test_the_command(tmp_path, capsys):
     for wrong in ("uniform", "gaussian:3", "outlier_channels:x"):
         with pytest.raises(SystemExit, match="unknown"):
             closeness.main(["--inputs", wrong])
+    with pytest.raises(SystemExit, match="'cudnn-fp9' is unknown: take flamia"):
+        closeness.main(["--peers", "cudnn-fp9"])

@@ -50,7 +50,7 @@ ROTATIONS = tuple(
 )
 """Nothing but the scores has low bits, with one scale for 32 (or 16) features of a token."""
 DRAWN = "gaussian,outlier_channels:10,outlier_channels:20,outlier_channels:40"
-PEERS = ("flamia", "flash-attn-4", "torch-varlen", "cudnn-fp8")
+PEERS = ("flamia", "flamia-frontier", "flash-attn-4", "torch-varlen", "cudnn-fp8")
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = [kind for kind in kinds if not allowed(kind)]
     if unknown:
         sys.exit(f"flamia.closeness: inputs {unknown[0]!r} are unknown: take {', '.join(INPUTS)}, outlier_channels:20")
+    peers = [name for name in options.peers.split(",") if name]
+    strange = [name for name in peers if name not in PEERS]
+    if strange:
+        sys.exit(f"flamia.closeness: peer {strange[0]!r} is unknown: take {', '.join(PEERS)}")
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         sys.exit(f"flamia.closeness: --device {options.device}: torch finds no CUDA device here")
 
@@ -251,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = options.out.with_name(options.out.name + ".json")
     path.parent.mkdir(parents=True, exist_ok=True)
     recipes = [text for text in options.recipes.split(";") if text]
-    for row in measure(samples(), options.seconds, [p for p in options.peers.split(",") if p], recipes):
+    for row in measure(samples(), options.seconds, peers, recipes):
         found["rows"].append(row)
         print(said(row), flush=True)
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
