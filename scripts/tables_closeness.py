@@ -24,7 +24,8 @@ def four(values: dict[str, float], digits: int) -> str:
 
 def made_at(found: dict[str, Any]) -> str:
     v, m = found["versions"], found["machine"]
-    cuda = f", cuDNN {v['cudnn']}, flash-attn-4 {v['flash-attn-4']}" if v.get("cudnn") else ""
+    cuda = f", cuDNN {v['cudnn']}" if v.get("cudnn") else ""
+    cuda += f", flash-attn-4 {v['flash-attn-4']}" if "flash-attn-4" in v else ""
     name = "a CPU (x86-64)" if m["device"] == "cpu" else f"an {m['device']}"
     return f"on {name}: torch {v['torch'].partition('+')[0]}{cuda}; commit {found['commit']}, {found['date'][:10]}"
 
