@@ -30,6 +30,7 @@ PAGES = (
     "docs/peers-audit.md",
     "docs/limits-h200.md",
     "docs/evidence-training.md",
+    "docs/parallel.md",
 )
 OURS, PEER = "flamia", "flash-attn-4"
 

@@ -156,6 +156,27 @@ def closeness_captured() -> list[str]:
     return table("relative L2 of O / dQ / dK / dV | " + layer_names(), rows)
 
 
+WHO = {
+    "flamia": "the default recipe's kernels",
+    "flamia-frontier": "the same with `frontier_scores=bf16`",
+    "torch-varlen": "torch's 16-bit flash attention",
+    "cudnn-fp8": "cuDNN's FP8",
+}
+
+
+@block
+def captured_kernels_machine() -> list[str]:
+    found = load("closeness-activations-h200")
+    return [f"The same activations, kernels {made_at(found)}."]
+
+
+@block
+def captured_kernels() -> list[str]:
+    found = load("closeness-activations-h200")["rows"]
+    rows = [[what, *(four(r["error"], 3) for r in found if r["who"] == who)] for who, what in WHO.items()]
+    return table("kernels | " + layer_names(), rows)
+
+
 @block
 def captured_shares() -> list[str]:
     rows = []

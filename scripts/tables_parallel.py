@@ -15,7 +15,9 @@ def ratio(row: dict) -> str:
 def parallel_machine() -> list[str]:
     found = load("parallel-h200")
     heads = found["parallel"][0]["heads"]
-    return [f"{found['parallel'][0]['ranks']} cards of one host, {heads[0]}/{heads[1]} heads of {heads[2]}, {made_at(found)}."]
+    return [
+        f"{found['parallel'][0]['ranks']} cards of one host, {heads[0]}/{heads[1]} heads of {heads[2]}, {made_at(found)}."
+    ]
 
 
 @block
@@ -28,4 +30,6 @@ def parallel_table() -> list[str]:
         cells += [" / ".join(f"{w['peak_bytes'][who] / 1e9:.1f}" for who in ("one", "all")), f"{w['plan_ms']:.0f}"]
         rows.append(cells)
     head = "one card | two | one over two"
-    return table(f"documents | training call, ms: {head} | forward, ms: {head} | peak GB: one / each of two | plan, ms", rows)
+    return table(
+        f"documents | training call, ms: {head} | forward, ms: {head} | peak GB: one / each of two | plan, ms", rows
+    )

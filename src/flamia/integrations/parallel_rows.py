@@ -27,7 +27,8 @@ def encoded(x: Tensor, cell: str) -> tuple[Tensor, Tensor]:
     codes = torch.empty(t, h, d, dtype=torch.uint8, device=x.device)
     scales = torch.empty(t, h, 1, dtype=torch.uint8, device=x.device)
     if t:
-        _kernels()[0][(triton.cdiv(t * h, ROWS),)](x, codes, scales, t * h, D=d, ROWS=ROWS, BAD=NAN)
+        with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensors'
+            _kernels()[0][(triton.cdiv(t * h, ROWS),)](x, codes, scales, t * h, D=d, ROWS=ROWS, BAD=NAN)
     return codes, scales
 
 
@@ -41,9 +42,10 @@ def decoded(codes: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype, cel
     out = torch.empty(len(rows), h, d, dtype=dtype, device=codes.device)
     if len(rows):
         code, instead = PER_TOKEN[cell]
-        _kernels()[1][(triton.cdiv(len(rows) * h, ROWS),)](
-            codes, scales, rows, out, len(rows) * h, h, CODE=code, INSTEAD=instead, D=d, ROWS=ROWS
-        )
+        with torch.cuda.device_of(codes):
+            _kernels()[1][(triton.cdiv(len(rows) * h, ROWS),)](
+                codes, scales, rows, out, len(rows) * h, h, CODE=code, INSTEAD=instead, D=d, ROWS=ROWS
+            )
     return out
 
 
