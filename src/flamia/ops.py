@@ -113,7 +113,9 @@ def _documents(
     elif offsets not in ("trusted", "aligned"):
         raise ValueError(f"offsets must be 'checked', 'clamped', 'trusted' or 'aligned', got {offsets!r}")
     left, right = (None if side == OPEN else side for side in window)
-    return Documents(cu_q.contiguous(), cu_k.contiguous(), left, right, offsets == "aligned")
+    shared = cu_k.data_ptr() == cu_q.data_ptr()  # what is one tensor stays one
+    cu_q = cu_q.contiguous()
+    return Documents(cu_q, cu_q if shared else cu_k.contiguous(), left, right, offsets == "aligned")
 
 
 @contextmanager
@@ -279,7 +281,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, cu_q, cu_k, *options, _, _, save = inputs
         o, lse, residual, saved = _below_autograd(keyset, *inputs)
         kept = _keeps(q, options[4], save)  # what `saved` holds, the inputs need not be kept for
-        ctx.save_for_backward(q, k, None if kept else v, o, lse, residual, cu_q, cu_k, saved if kept else None)
+        others = None if cu_k is cu_q else cu_k  # saved twice, hooks that copy would make two of them
+        ctx.save_for_backward(q, k, None if kept else v, o, lse, residual, cu_q, others, saved if kept else None)
         ctx.options = options
         ctx.mark_non_differentiable(residual, saved)
         ctx.set_materialize_grads(False)  # an output no loss reads has the gradient None: nothing is computed for it
@@ -291,7 +294,8 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:4]
         if (do is None and dlse is None) or not any(wanted):
             return (None, None, None, None, *nothing)
-        *tensors, saved = ctx.saved_tensors
+        *tensors, cu_q, cu_k, saved = ctx.saved_tensors
+        tensors += [cu_q, cu_q if cu_k is None else cu_k]
         gradients = attention_backward(do, dlse, *tensors, *ctx.options, *wanted, saved)
         return (None, *(g if want else None for g, want in zip(gradients, wanted)), *nothing)
 

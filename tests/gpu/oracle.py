@@ -64,7 +64,7 @@ def attention(q, k, v, do, spans, left, right, scale, dlse=None, rounding=True, 
         seen = visible(q1 - q0, k1 - k0, left, right, q.device)
         g = None if dlse is None else dlse[:, q0:q1].double()
         full = whole(q1 - q0, k1 - k0, left, right, q.device) if edge else None
-        found = document(q[q0:q1], k[k0:k1], v[k0:k1], do[q0:q1], g, seen, full, scale, rounding)
+        found = document(q[q0:q1], k[k0:k1], v[k0:k1], do[q0:q1], g, seen, full, right == 0, scale, rounding)
         o[q0:q1], lse[:, q0:q1], dq[q0:q1], dk[k0:k1], dv[k0:k1] = found
     return o, lse, dq, dk, dv
 
@@ -78,7 +78,7 @@ def follow(s: Tensor, steps) -> Tensor:
     return torch.stack(found[1:], -1)
 
 
-def document(q, k, v, do, dlse, seen, full, scale, rounding):
+def document(q, k, v, do, dlse, seen, full, causal, scale, rounding):
     """The same for one document; heads lead inside."""
     group, heads = q.shape[1] // k.shape[1], k.shape[1]
     rounded, encoded = (round16, encode) if rounding else (torch.Tensor.double, torch.Tensor.double)
@@ -90,7 +90,7 @@ def document(q, k, v, do, dlse, seen, full, scale, rounding):
     s = (s * scale).masked_fill(~seen, -torch.inf)
     value, g = encoded(v), encoded(do)
     steps = range(0, k.shape[1], 128)
-    if full is None:  # a reference moves, to the maximum, when a step exceeds it by 2^6
+    if full is None or not causal:  # a reference moves, to the maximum, when a step exceeds it by 2^6
         references = follow(s, [(n, LAG) for n in steps])
     else:  # a row of blocks begins with the last that it sees, and the one after that moves it by any excess
         references = torch.full((*s.shape[:2], len(steps)), -torch.inf, dtype=s.dtype, device=s.device)

@@ -20,7 +20,7 @@ from flamia.packing import Documents
 from flamia.recipe import Recipe
 
 EDGE = Recipe.strict("mxfp8_scores", frontier_scores="bf16")
-SELF = [name for name, case in CASES.items() if case[1] is None and case[4] != (None, None)]  # queries and keys alike
+SELF = [name for name, case in CASES.items() if case[1] is None and case[4][1] == 0]  # queries and keys alike, causal
 
 
 def make(case: str, tail: int = 13):
@@ -69,7 +69,7 @@ def test_rows_whose_scores_climb(d, left):
         assert errors.pop("lse") < 1e-5 * (1 + case[1]) and max(errors.values()) < 4e-3, (case, errors)
 
 
-@pytest.mark.parametrize("case", ["short", "long", "grouped", "small heads", "window", "two-sided window"])
+@pytest.mark.parametrize("case", ["short", "long", "grouped", "small heads", "window"])
 def test_alone_and_again(case):
     q, k, v, do, dlse, documents = make(case)
     packed = edge(q, k, v, do, dlse, documents)
@@ -95,6 +95,19 @@ def test_what_comes_after_a_position_shows_in_nothing_before_it(case, cut):
         kept.append((o[:cut], lse[:, :cut], dq[:cut]))
     for o, lse, dq in kept:
         assert same((o, lse, dq), (whole[0][:cut], whole[1][:, :cut], whole[2][:cut]))
+
+
+@pytest.mark.parametrize("value", [2.0**20, 2.0**126, torch.nan])
+def test_a_neighbour_shows_in_nothing(value):
+    """Tiles of Q as given go on into the next document: its loudest numbers reach neither dK nor dV of this one."""
+    cu = offsets([300, 100])
+    *given, dlse = draw(400, 400, (2, 1), 128)
+    documents = Documents(cu, cu, None, 0)
+    quiet = edge(*given, dlse, documents)
+    for x in given:
+        x[300:320] = torch.randn_like(x[300:320]) * value
+    span = (0, 300, 0, 300)
+    assert same(of_document(edge(*given, dlse, documents), span), of_document(quiet, span))
 
 
 @pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "do"])
@@ -127,6 +140,8 @@ def test_the_public_call(kernel_calls):
     assert same(got, (want[0], *want[2:]))
     with pytest.raises(flamia.UnsupportedError, match="cu_seqlens_k"):
         flamia.attention_varlen(*leaves, documents.cu_q, cu_seqlens_k=documents.cu_q + 0, causal=True, recipe=EDGE)
+    with pytest.raises(flamia.UnsupportedError, match="causal"):
+        flamia.attention_varlen(*leaves, documents.cu_q, window=(300, 40), recipe=EDGE)
     batched = [x.detach()[:1024].unflatten(0, (2, 512)) for x in (q, k, v)]
     packed = flamia.attention_varlen(
         *(x.detach()[:1024] for x in (q, k, v)), offsets([512, 512]), causal=True, recipe=EDGE

@@ -149,9 +149,16 @@ def test_the_lag_is_the_recipes():
 
 
 # (window, what `frontier_kind` says)
-MASKS = ((False, 0), (True, 0), (False, 1), (True, 1), (True, 2))
+MASKS = ((False, 0), (True, 0), (False, 1), (True, 1), (False, 2), (True, 2))
 EVERY = pytest.mark.parametrize(
-    "kernel, d, window, frontier", [(kernel, d, *mask) for kernel in KERNELS for d in (64, 128) for mask in MASKS]
+    "kernel, d, window, frontier",
+    [
+        (kernel, d, *mask)
+        for kernel in KERNELS
+        for d in (64, 128)
+        for mask in MASKS
+        if (kernel, mask[1]) != ("forward", 2)
+    ],
 )
 
 

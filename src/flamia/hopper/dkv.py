@@ -127,6 +127,8 @@ def dkv_steps(lo, hi, last, i, u, dk, dv, k, v, kf, vf, key, zero, zero_s, shift
             x = gl.convert_layout(x, SL, assert_trivial=True)
         lse = ls.index(s).load(cl)
         seen = seen_pairs(key, m, shift, left, right, LEFT, BM, SL)
+        if WIDE:  # Q as given goes on behind the document's end, where LSE2 is infinite: inf - inf would be NaN
+            seen = seen & (lse[None, :] != float("inf"))
         p = weights(x, kf, f, lse, seen, MASK)
         tv = warpgroup_mma(operand(p, DOT), gbs.index(s), dv, is_async=True)
         e = warpgroup_mma_wait(1, deps=[tp])

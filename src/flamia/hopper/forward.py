@@ -292,15 +292,8 @@ def forward_consumer(c, O, REST, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_e
             else:
                 own = end - 1
                 last += full_first - first + end - full_end  # a frontier step's tiles take two stages
-                if FRONTIER == 1:  # noqa: SIM114  one is known when the kernel is compiled, the other is not
-                    w, m, i = first_step(own, i, a, q, row, zero_wide, lk, left, right, unit, ks, vs, fs, k_full, v_full,
-                                         empty, True, LEFT, D, BN, ST, SL, c)  # fmt: skip
-                elif (own < full_first) | (own >= full_end):
-                    w, m, i = first_step(own, i, a, q, row, zero_wide, lk, left, right, unit, ks, vs, fs, k_full, v_full,
-                                         empty, True, LEFT, D, BN, ST, SL, c)  # fmt: skip
-                else:
-                    w, m, i = first_step(own, i, a, q, row, zero, lk, left, right, unit, ks, vs, fs, k_full, v_full,
-                                         empty, False, LEFT, D, BN, ST, SL, c)  # fmt: skip
+                w, m, i = first_step(own, i, a, q, row, zero_wide, lk, left, right, unit, ks, vs, fs, k_full, v_full, empty,
+                                     True, LEFT, D, BN, ST, SL, c)  # fmt: skip
             l = thread_sums(w, BN)
             p = operand(w, DOT)
             mbarrier.wait(k_full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
@@ -327,10 +320,6 @@ def forward_consumer(c, O, REST, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_e
                 i, p, acc, m, l = forward_steps(
                     full_first, gl.minimum(full_end, own), last, second, i, p, acc, m, l, a, q, row, zero, lk, left, right,
                     unit, ks, vs, fs, gs, k_full, v_full, empty, False, False, LEFT, D, BN, ST, SL, OL, DOT, c)  # fmt: skip
-                if FRONTIER == 2:
-                    i, p, acc, m, l = forward_steps(
-                        full_end, own, last, second, i, p, acc, m, l, a, q, row, zero_wide, lk, left, right, unit, ks, vs, fs,
-                        gs, k_full, v_full, empty, True, True, LEFT, D, BN, ST, SL, OL, DOT, c)  # fmt: skip
             sp = (i - 1) % ST
             mbarrier.wait(v_full.index(sp), ((i - 1) // ST) & 1)
             to = warpgroup_mma(p, vs.index(sp), acc, is_async=True)

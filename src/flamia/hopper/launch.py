@@ -205,6 +205,11 @@ def forward_saving(
     saved, e, v_decoded = encode(q, k, v, documents, scale, o, lse)
     left, right = sides(documents)
     frontier = frontier_kind(recipe, documents)
+    if frontier == 2:
+        raise UnsupportedError(
+            f"recipe {str(recipe)!r}: the kernels compute it under a causal mask, with or without a window to the left, "
+            f"not under left = {documents.left}, right = {documents.right}. Take {str(PLAIN)!r}, or ask for backend='reference'"
+        )
     q_given, k_given = (packed(q), packed(k)) if frontier else (o, o)  # not read
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     forward_kernel[grid(e.plan.q_capacity * hq, q.device)](
@@ -237,7 +242,7 @@ def backward(
         e = parts(saved, q, k, documents)
     else:
         _, e, _ = encode(q, k, v, documents, scale, torch.empty_like(o), torch.empty_like(lse))
-    q, k = packed(q), packed(k)
+    q, k, residual = packed(q), packed(k), residual.contiguous()
     do, o = (x if x.stride(2) == 1 else x.contiguous() for x in (do, o))
     lse = lse if lse.stride(1) == 1 else lse.contiguous()
     layout = e.plan

@@ -43,7 +43,7 @@ def solve(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         if not block.keys:
             continue
         s = scores(block)
-        m = row_reference(s, recipe)
+        m = row_reference(s, recipe, problem.documents.right == 0)
         last = m.amax(-1, keepdim=True)  # it never falls
         p = exp2(s - torch.where(m.isneginf(), 0.0, m).repeat_interleave(recipe.frontier_block, -1), recipe.exp2)
         last = torch.where(last.isneginf(), 0.0, last)
@@ -73,14 +73,14 @@ def scores(block: Block) -> Tensor:
     return torch.where(bad & block.visible, torch.nan, s)
 
 
-def row_reference(s: Tensor, recipe: Recipe) -> Tensor:
+def row_reference(s: Tensor, recipe: Recipe, causal: bool = True) -> Tensor:
     """The online softmax's reference in each step of `frontier_block` keys, (Hk, G, R, steps).
 
-    Steps ascend. Where scores at the frontier are made of other operands the last step comes first, which under a causal
-    mask holds the row's own token, and the one after it moves the reference as if lag were 0: the first may have had one
-    key alone.
+    Steps ascend. Where scores at the frontier are made of other operands and the mask is causal, the last step comes first,
+    the one with the row's own token, and the one after it moves the reference as if lag were 0: the first may have had one
+    key alone. (Under other masks the last step that a row sees may be its document's last, a matter of length.)
     """
-    own_first = recipe.frontier_scores != "e4m3"
+    own_first = recipe.frontier_scores != "e4m3" and causal
     largest = s.unflatten(-1, (-1, recipe.frontier_block)).amax(-1)
     if own_first:
         largest = largest.roll(1, -1)
