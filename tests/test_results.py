@@ -161,6 +161,13 @@ def test_the_words_about_training_follow_from_the_losses():
     assert len(sound) == 6 and all(abs(first[name]) < apart / 2 for name in sound)
     assert sum(first[name] < 0 for name in sound) == 5
     assert all(loss["bf16, other weights"] < loss[name] for name in sound)
+    weights = ("", ", other weights", ", weights 2", ", weights 3")
+    bf16 = [loss["bf16" + which] for which in weights]
+    each = [loss["mxfp8_scores/strict" + which] - x for which, x in zip(weights, bf16)]
+    half = 3.182 * statistics.stdev(each) / 2
+    assert all(-0.01 < x < 0 for x in each) and 0 < statistics.fmean(each) + half < 0.0008 < half / 5
+    assert 45 < (2 * statistics.stdev(each) / 0.0008) ** 2 < 60 and 3 * statistics.stdev(each) < statistics.stdev(bf16)
+    assert bf16[2] > bf16[0] < bf16[3]
     clear = {name for name in sound if off(runs[name]["exact"], runs["bf16"]["exact"]) < -3}
     assert clear == {"mxfp8/strict", "mxfp8/fold", "mxfp8/fast"}
     assert all(first[name] > 12.706 * apart for name in broken) and apart / 10 > 0.0008
