@@ -42,7 +42,7 @@ from torch import Tensor
 from flamia import validation
 from flamia.packing import Documents
 from flamia.recipe import Recipe
-from flamia.saved import nbytes
+from flamia.saved import keeps, nbytes
 from flamia.validation import OPEN, UnsupportedError
 
 BACKENDS = {"reference": "flamia.reference", "hopper": "flamia.hopper"}
@@ -130,9 +130,9 @@ def _surroundings(x: Tensor) -> Iterator[None]:
         yield
 
 
-def _keeps(x: Tensor, backend: str, save: bool) -> bool:
+def _keeps(x: Tensor, backend: str, save: bool, recipe: str) -> bool:
     """Whether a call that runs leaves something in `saved`: known without loading the backend that will run."""
-    return save and x.device.type == "cuda" and backend != "reference"
+    return save and x.device.type == "cuda" and backend != "reference" and keeps(validation.parse_recipe(recipe))
 
 
 # ---------------------------------------------------------------------------------------------------------- forward
@@ -177,7 +177,7 @@ def _forward(
     documents = _documents(room, q, k, cu_q, cu_k, (left, right), offsets, (max_q, max_k))
     with _surroundings(q):
         arguments = (*_dense(room, q, k, v), documents, parsed, scale)
-        if save and _handles(room, "saved"):
+        if save and keeps(parsed) and _handles(room, "saved"):
             o, lse, residual, saved = room.forward_saving(*arguments)
         else:
             o, lse, residual = room.forward(*arguments)
@@ -193,7 +193,7 @@ def _(q, k, v, cu_q, cu_k, left, right, scale, recipe, backend, offsets, max_q, 
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     residual = torch.empty_like(o) if validation.parse_recipe(recipe).delta == "compensated" else o.new_empty((0,))
     size = 0
-    if _keeps(q, backend, save):
+    if _keeps(q, backend, save, recipe):
         size = nbytes(q.shape[0], k.shape[0], cu_q.shape[0] - 1, q.shape[1], k.shape[1], q.shape[2])
     return o, lse, residual, q.new_empty((size,), dtype=torch.uint8)
 
@@ -280,7 +280,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, keyset, *inputs):
         q, k, v, cu_q, cu_k, *options, _, _, save = inputs
         o, lse, residual, saved = _below_autograd(keyset, *inputs)
-        kept = _keeps(q, options[4], save)  # what `saved` holds, the inputs need not be kept for
+        kept = _keeps(q, options[4], save, options[3])  # what `saved` holds, the inputs need not be kept for
         others = None if cu_k is cu_q else cu_k  # saved twice, hooks that copy would make two of them
         ctx.save_for_backward(q, k, None if kept else v, o, lse, residual, cu_q, others, saved if kept else None)
         ctx.options = options

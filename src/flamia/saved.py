@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import torch
 
+from flamia.recipe import Recipe
+
 BLOCK = 128
 """Document-local positions of a block, queries and keys alike."""
 RECORD = 16
@@ -30,6 +32,11 @@ BUCKETS = 1024
 """Of the counting sort that orders the records."""
 COUNTS = 16
 """Words of what a call counts."""
+
+
+def keeps(recipe: Recipe) -> bool:
+    """Whether its forward leaves anything: the other route encodes anew, and reads V as given in its backward."""
+    return recipe.route == "mxfp8_scores"
 
 
 def capacity(rows: int, documents: int) -> int:

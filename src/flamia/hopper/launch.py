@@ -286,23 +286,3 @@ def backward(
             **OPTIONS,
         )  # fmt: skip
     return dq, dk, dv
-
-
-def supports(
-    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, window: tuple[int | None, int | None] | None
-) -> str | None:
-    """None if the kernels compute this call; else the reason why not."""
-    d = q.shape[-1]
-    if q.device.type != "cuda" or generation(q.device.index or 0) != 9:
-        return f"the kernels need a Hopper GPU (compute capability 9.x); the tensors are on {q.device}"
-    if recipe.route != "mxfp8_scores":
-        return f"route {recipe.route!r} has no Hopper kernel; 'mxfp8_scores' has"
-    if recipe not in RECIPES:
-        options = "frontier_scores=bf16 and delta=compensated"
-        return f"recipe {str(recipe)!r}: the kernels compute {str(PLAIN)!r}, with {options} or without"
-    if q.dtype != torch.bfloat16:
-        return f"dtype {q.dtype}: the kernels take bfloat16"
-    if d not in HEAD_DIMS or v.shape[-1] != d:
-        sizes = " or ".join(map(str, HEAD_DIMS))
-        return f"head sizes {d} (q, k) and {v.shape[-1]} (v): the kernels take {sizes}, the same for both"
-    return None

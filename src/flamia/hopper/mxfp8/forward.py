@@ -1,0 +1,108 @@
+"""The forward of the route `mxfp8`: O and LSE of a block of 128 queries of one head.
+
+    S = Q K^T        E4M3 codes with their scales, or BF16 at the mask's edge (`strict`)
+    m                moves when a step exceeds it by more than 2^LAG
+    O += P V         full pairs: P rounded to E4M3 relative to V's largest scale so far, times V's codes
+
+The names and the order are those of reference/forward.py; steps.py says what a full pair is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .steps import by_constant, e4m3, full_keys, seen
+
+LAG = tl.constexpr(2.0)
+BOOST = tl.constexpr(64.0)  # 2^6: weights reach 2^LAG, and E4M3 ends at 448
+
+
+@triton.jit
+def _steps(lo, hi, acc, m, total, top, q, qf, query, keys, left, right, KC, KW, KF, KM, VC, VW, VF, at, EDGE: tl.constexpr,
+           MASK: tl.constexpr, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Key blocks lo .. hi - 1. EDGE: q, K and V as given, in 16 bits. top: V's largest factor so far."""
+    feature = tl.arange(0, D)
+    for n in range(lo, hi):
+        r = at + n * 128 + tl.arange(0, 128)
+        key = n * 128 + tl.arange(0, 128)
+        tile = r[:, None] * D + feature[None, :]
+        if EDGE:
+            x = tl.dot(q, tl.trans(tl.load(KW + tile)))
+            kf = tl.load(KM + r)
+        else:
+            x = tl.dot(q, tl.trans(tl.load(KC + tile)))
+            kf = tl.load(KF + r) * tl.load(KM + r)
+        s = x * (qf[:, None] * kf[None, :])
+        if MASK:
+            s = tl.where(seen(query[:, None], key[None, :], keys, left, right, LEFT, RIGHT), s, float("-inf"))
+        largest = tl.max(s, 1)
+        moved = tl.where(largest > m + LAG, largest, m)
+        p = tl.exp2(s - tl.where(moved == float("-inf"), 0.0, moved)[:, None])
+        keep = tl.where(moved == m, 1.0, tl.exp2(m - moved))
+        m = moved
+        total = total * keep + tl.sum(p, 1)
+        if EDGE:
+            v = tl.load(VW + tile)
+            w = p.to(tl.bfloat16)
+        elif STRICT:
+            vf = tl.load(VF + r)
+            top = tl.maximum(top, tl.max(vf, 0))
+            reference = tl.where(top == 0, 1.0, top)
+            v = tl.load(VC + tile).to(tl.bfloat16)
+            w = (e4m3(p * (vf * (BOOST / reference))[None, :]) * (reference * (1 / BOOST)).to(tl.bfloat16)).to(tl.bfloat16)
+        else:
+            v = tl.load(VW + tile)
+            w = by_constant(p, BOOST)
+        acc = tl.dot(w, v, acc * keep[:, None])
+    return acc, m, total, top
+
+
+@triton.jit(do_not_specialize=["left", "right"])
+def forward_kernel(QC, QW, QF, QM, KC, KW, KF, KM, VC, VW, VF, O, LSE, ITEMS, COUNTS, q_pad, k_pad, o_stride, lse_stride,
+                   left, right, exponent, hq, group, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                   D: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """exponent: softmax scale * log2(e)."""
+    rank = tl.program_id(0) // hq
+    h = tl.program_id(0) % hq
+    if rank < tl.load(COUNTS):
+        record = ITEMS + rank * 16
+        row, valid, pad, position = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+        first, end, keys = tl.load(record + 6), tl.load(record + 7), tl.load(record + 5)
+        at = tl.cast(h // group, tl.int64) * k_pad + tl.load(record + 4)
+        part = tl.program_id(1) * BM
+        local = part + tl.arange(0, BM)
+        r = tl.cast(h, tl.int64) * q_pad + pad + local
+        feature = tl.arange(0, D)
+        tile = r[:, None] * D + feature[None, :]
+        qm = tl.load(QM + r) * exponent
+        qf = tl.load(QF + r) * qm
+        query = position + local
+        acc = tl.zeros([BM, D], tl.float32)
+        m = tl.full([BM], float("-inf"), tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        top = tl.cast(0.0, tl.float32)
+        full_first, full_end = full_keys(position, first, end, left, right, LEFT, RIGHT)
+        inner = tl.maximum(tl.minimum(full_end, keys // 128), full_first)
+        if STRICT:
+            edge_q = tl.load(QW + tile)
+            edge_f = qm
+        else:
+            edge_q = tl.load(QC + tile)
+            edge_f = qf
+        q = tl.load(QC + tile)
+        if LEFT:
+            acc, m, total, top = _steps(first, full_first, acc, m, total, top, edge_q, edge_f, query, keys, left, right, KC, KW,
+                                        KF, KM, VC, VW, VF, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+        acc, m, total, top = _steps(full_first, inner, acc, m, total, top, q, qf, query, keys, left, right, KC, KW, KF, KM, VC,
+                                    VW, VF, at, False, False, STRICT, LEFT, RIGHT, D)  # fmt: skip
+        acc, m, total, top = _steps(inner, full_end, acc, m, total, top, q, qf, query, keys, left, right, KC, KW, KF, KM, VC,
+                                    VW, VF, at, False, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+        acc, m, total, top = _steps(full_end, end, acc, m, total, top, edge_q, edge_f, query, keys, left, right, KC, KW, KF, KM,
+                                    VC, VW, VF, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+        nothing = total == 0
+        o = acc * tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))[:, None]
+        lse = tl.where(nothing, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
+        to = (row + local).to(tl.int64)[:, None] * o_stride + h * D + feature[None, :]
+        tl.store(O + to, o.to(tl.bfloat16), mask=(local < valid)[:, None])
+        tl.store(LSE + tl.cast(h, tl.int64) * lse_stride + row + local, lse, mask=local < valid)
