@@ -242,8 +242,10 @@ class ContextParallel:
             results.append(_span(at + piece.start - span[0], size))
             owned.append(_span(self.first[piece], size))
         none = _span(0, 0)
-        joined = [torch.cat([*rows, none]).to(self.device) for rows in (queries, keys, results, owned)]
-        return Call(joined[0], joined[1], cu_q, cu_k, window, joined[2], joined[3])
+        q_rows, k_rows, result_rows, owned_rows = (
+            torch.cat([*rows, none]).to(self.device) for rows in (queries, keys, results, owned)
+        )
+        return Call(q_rows, k_rows, cu_q, cu_k, window, result_rows, owned_rows)
 
     def _rows_call(self) -> Call:
         """This rank's queries of shared documents: O, LSE and dQ."""

@@ -53,7 +53,7 @@ def coded(recipe: Recipe, *names: str) -> str:
 def gather(data: Tensor, most: int, ranks: int, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
     """Rows of all ranks, each rank's padded to `most`, in the order of ranks, and a row of zeros behind them. They are sent
     from now on, and are there when what is returned has been called. Gloo goes by way of the host."""
-    shape = data.shape[1:]
+    shape, device = data.shape[1:], data.device
     wide = data.contiguous().flatten(1)
     if len(wide) < most:
         wide = torch.cat([wide, wide.new_zeros(most - len(wide), wide.shape[1])])
@@ -61,15 +61,12 @@ def gather(data: Tensor, most: int, ranks: int, group: dist.ProcessGroup | None)
     wide = wide.cpu() if by_host else wide
     out = wide.new_empty(ranks * most + 1, wide.shape[1])
     out[-1:].zero_()
-    if wide.is_cuda:
-        work = _all_gather(out[:-1].view(torch.uint8), wide.view(torch.uint8), group=group, async_op=True)
-    else:
-        work = None
-        _all_gather(out[:-1].view(torch.uint8), wide.view(torch.uint8), group=group)
+    # None where it is not asynchronous: the rows are there then
+    work = _all_gather(out[:-1].view(torch.uint8), wide.view(torch.uint8), group=group, async_op=wide.is_cuda)
 
     def arrived() -> Tensor:
         if work is not None:
             work.wait()
-        return (out.to(data.device) if by_host else out).unflatten(1, shape)
+        return (out.to(device) if by_host else out).unflatten(1, shape)
 
     return arrived
