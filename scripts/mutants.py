@@ -30,7 +30,9 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="do not stop at the first leak")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("mutants", "unsteady"))
-    parser.add_argument("--short", action="store_true", help="documents of 13, 75, 0, 1 and 21 tokens: five times as fast")
+    parser.add_argument(
+        "--short", action="store_true", help="documents of 13, 75, 0, 1 and 21 tokens: five times as fast"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     sizes = SIZES | {"effort": args.effort, "seed": args.seed, "explain": False}

@@ -34,6 +34,13 @@ def small(x: float | str | None) -> str:
     return "" if x is None else str(x) if isinstance(x, str) else "0" if x == 0 else f"{x:.2g}"
 
 
+def of_rounds(ratio: list[float], digits: int = 3, bold: bool = False) -> str:
+    """A ratio over the rounds, given as its least, its median and its greatest."""
+    least, middle, greatest = ratio
+    mark = "**" if bold else ""
+    return f"{mark}{middle:.{digits}f}{mark} ({least:.2f} to {greatest:.2f})"
+
+
 def masses(name: str) -> list[dict[str, Any]]:
     """A target's sums, at the lengths at which it answered."""
     return [m for m in load("peers-h200")["mass"] if m["target"] == name and m["refused"] is None]

@@ -21,7 +21,7 @@ import tables_limits  # noqa: F401
 import tables_more  # noqa: F401
 import tables_parallel  # noqa: F401
 import tables_study  # noqa: F401
-from results import BLOCKS, FP8, OURS_AUDITED, ROOT, block, load, masses, small, table
+from results import BLOCKS, FP8, OURS_AUDITED, ROOT, block, load, masses, of_rounds, small, table
 
 PAGES = (
     "README.md",
@@ -36,11 +36,6 @@ OURS, PEER = "flamia", "flash-attn-4"
 
 
 # --- speed and memory -----------------------------------------------------------------------------------------------
-
-
-def rounds(ratios: list[float]) -> str:
-    least, middle, greatest = ratios
-    return f"{middle:.3f} ({least:.2f} to {greatest:.2f})"
 
 
 def where(found: dict[str, Any]) -> str:
@@ -75,7 +70,7 @@ def speed_table() -> list[str]:
         ours, peer, ratio = w["contenders"][OURS], w["contenders"][PEER], w["ratios"][PEER]
         rows.append([w["name"], w["group"], *(
             text for kind in ("train", "forward")
-            for text in (f"{ours[kind]['ms']:.3f}", f"{peer[kind]['ms']:.3f}", rounds(ratio[kind]))
+            for text in (f"{ours[kind]['ms']:.3f}", f"{peer[kind]['ms']:.3f}", of_rounds(ratio[kind]))
         ), f"{ours['peak_bytes'] / 1e6:.0f} / {peer['peak_bytes'] / 1e6:.0f}"])  # fmt: skip
     head = "workload | group | training call, ms | flash-attn-4 | ratio | forward, ms | flash-attn-4 | ratio | peak MB"
     return table(head, rows)
@@ -116,7 +111,7 @@ def edge_table() -> list[str]:
         row = [w["name"]]
         for kind in ("train", "forward"):
             row += [f"{w['contenders'][who][kind]['ms']:.3f}" for who in (OURS, FRONTIER)]
-            row += [rounds(w["ratios"][FRONTIER][kind]), f"{against_peer(w, kind):.3f}"]
+            row += [of_rounds(w["ratios"][FRONTIER][kind]), f"{against_peer(w, kind):.3f}"]
         rows.append(row)
     head = "default | scores as given | cost | flash-attn-4 over it"
     return table(f"workload | training call, ms: {head} | forward, ms: {head}", rows)
@@ -141,7 +136,7 @@ def dense_table() -> list[str]:
     found, rows = load("bench-h200-dense"), []
     for w in found["workloads"]:
         for name, c in w["contenders"].items():
-            ratio = [rounds(w["ratios"][name][k]) if name != OURS else "" for k in ("train", "forward")]
+            ratio = [of_rounds(w["ratios"][name][k]) if name != OURS else "" for k in ("train", "forward")]
             faults = "; ".join(c["check"]["faults"]) or "right"
             rows.append([w["name"], c["label"], f"{c['train']['ms']:.3f}", ratio[0], f"{c['forward']['ms']:.3f}", ratio[1],
                          f"{c['peak_bytes'] / 1e6:.0f}", faults])  # fmt: skip

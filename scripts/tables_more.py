@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from results import block, load, table
+from results import block, load, of_rounds, table
 from tables_closeness import made_at
 
 OURS, PEER = "flamia", "flash-attn-4"
@@ -69,9 +69,7 @@ def order_table() -> list[str]:
     rows = []
     for w in more()["workloads"]:
         c, ratio = w["contenders"], w["ratios"][PEER]
-        text = [
-            " ".join([f"{ratio[k][1]:.3f}", f"({ratio[k][0]:.2f} to {ratio[k][2]:.2f})"]) for k in ("train", "forward")
-        ]
+        text = [of_rounds(ratio[k]) for k in ("train", "forward")]
         rows.append([ABOUT.get(w["name"], w["name"]), w["documents"], f"{w['pairs']:,}", f"{c[OURS]['train']['ms']:.3f}",
                      f"{c[PEER]['train']['ms']:.3f}", text[0], text[1],
                      " / ".join(f"{c[x]['peak_bytes'] / 1e6:.0f}" for x in (OURS, PEER))])  # fmt: skip
@@ -166,7 +164,7 @@ def model_table() -> list[str]:
     rows = []
     for name, v in found["variants"].items():
         off = f"{v['gradient_error']:.4f}" if v["gradient_error"] else "the unit"
-        ratio = f"{v['ratio'][1]:.2f} ({v['ratio'][0]:.2f} to {v['ratio'][2]:.2f})"
+        ratio = of_rounds(v["ratio"], 2)
         rows.append([name, f"{v['ms']:.1f}", f"{v['tokens_per_s']:,.0f}", ratio, f"{v['peak_bytes'] / 1e9:.1f}", off])
     return table(
         "attention | a step, ms | real tokens a second | time over ours, packed | peak GB | gradients from torch's",

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from results import block, load, table
+from results import block, load, of_rounds, table
 from tables_closeness import made_at
-
-
-def ratio(row: dict) -> str:
-    least, middle, most = row["ratio"]
-    return f"**{middle:.2f}** ({least:.2f} to {most:.2f})"
 
 
 @block
@@ -26,7 +21,7 @@ def parallel_table() -> list[str]:
     for w in load("parallel-h200")["parallel"]:
         cells = [w["workload"]]
         for kind in ("train", "forward"):
-            cells += [f"{w[kind]['one_ms']:.2f}", f"{w[kind]['all_ms']:.2f}", ratio(w[kind])]
+            cells += [f"{w[kind]['one_ms']:.2f}", f"{w[kind]['all_ms']:.2f}", of_rounds(w[kind]["ratio"], 2, bold=True)]
         cells += [" / ".join(f"{w['peak_bytes'][who] / 1e9:.1f}" for who in ("one", "all")), f"{w['plan_ms']:.0f}"]
         rows.append(cells)
     head = "one card | two | one over two"
