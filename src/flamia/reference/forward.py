@@ -2,8 +2,9 @@
 
 Per block of queries, in base 2: scores from each segment's view of Q and K; the running reference m of the online
 softmax, which moves only when a step of keys exceeds it by more than `lag`; weights 2^(s - m); their rounded twins,
-which multiply V; and at the end everything relative to the last m. P is rounded relative to the reference of its own
-step, as a kernel that goes through the keys in that order rounds it.
+which multiply V; and at the end everything relative to the last m. Steps ascend from the first key to the last (one
+exception: `row_reference`). P is rounded relative to the reference of its own step, as a kernel that goes through the
+keys in that order rounds it.
 """
 
 from __future__ import annotations
