@@ -71,6 +71,8 @@ def test_fakes_size_it_from_shapes_alone():
         assert FORWARD(q, k, v, cu, cu, *options, -1, -1, False)[3].numel() == 0
         reference = (*options[:4], "reference", options[5])
         assert FORWARD(q, k, v, cu, cu, *reference, -1, -1, True)[3].numel() == 0
+        encodes_anew = (*options[:3], "mxfp8/strict", *options[4:])
+        assert FORWARD(q, k, v, cu, cu, *encodes_anew, -1, -1, True)[3].numel() == 0
         dv = BACKWARD(q, None, q, k, None, *FORWARD(q, k, v, cu, cu, *options, -1, -1, True)[:3], cu, cu, *options,
                       True, True, True, kept)[2]  # fmt: skip
         assert dv.shape == v.shape
@@ -109,7 +111,8 @@ def room(monkeypatch):
     room.forward, room.forward_saving, room.backward = forward, forward_saving, backward
     monkeypatch.setitem(sys.modules, "room", room)
     monkeypatch.setitem(ops.BACKENDS, "reference", "room")
-    monkeypatch.setattr(ops, "_keeps", lambda x, backend, save: save)
+    monkeypatch.setattr(ops, "_keeps", lambda x, backend, save, recipe: save)
+    monkeypatch.setattr(ops, "keeps", lambda recipe: True)
     torch._dynamo.reset()
     with inductor.patch(force_disable_caches=True):  # a graph of the unpatched operator would be found on disk
         yield room
@@ -121,7 +124,7 @@ def test_the_backward_gets_what_the_forward_saved(room, monkeypatch):
     got = gradients(attend, tensors)
     assert room.calls == ["forward_saving", "backward with saved"]
     room.HANDLES = frozenset()
-    monkeypatch.setattr(ops, "_keeps", lambda x, backend, save: False)
+    monkeypatch.setattr(ops, "_keeps", lambda x, backend, save, recipe: False)
     assert same(got, gradients(attend, tensors))
     assert room.calls[2:] == ["forward", "backward"]
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from flamia.hopper import launch
+from flamia.hopper import launch, routes
 from flamia.packing import Documents
 from flamia.recipe import Recipe
 from flamia.validation import UnsupportedError
@@ -20,7 +20,7 @@ def reason(
 ) -> str | None:
     monkeypatch.setattr(launch, "generation", lambda device: generation)
     x = SimpleNamespace(shape=(8, 2, dim), device=torch.device("cuda", 0), dtype=dtype)
-    return launch.supports(x, x, x, Recipe.parse(recipe), None)
+    return routes.supports(x, x, x, Recipe.parse(recipe), None)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_scores", "mxfp8_scores/fold", "mxfp8_scores/fast"])
@@ -40,10 +40,19 @@ def test_what_of_its_options_has_kernels(options, monkeypatch):
     assert reason(f"mxfp8_scores/strict,{options}", monkeypatch) is None
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8/strict", "mxfp8/fast,dq_accumulator=fp32"])
+def test_the_route_mxfp8_has_kernels(recipe, monkeypatch):
+    assert reason(recipe, monkeypatch) is None
+    assert routes.HEAD_DIMS == launch.HEAD_DIMS
+
+
 @pytest.mark.parametrize(
     "recipe, options, says",
     [
-        ("mxfp8/strict", {}, "route 'mxfp8' has no Hopper kernel"),
+        ("nvfp4/strict", {}, "route 'nvfp4' has no Hopper kernel"),
+        ("mxfp8/fast", {}, "'mxfp8/fast,dq_accumulator=fp32'"),
+        ("mxfp8/fold", {}, "the kernels compute 'mxfp8_scores/strict'"),
+        ("mxfp8/strict,boost=5", {}, "'mxfp8/strict'"),
         ("mxfp8_scores/strict,delta=centered", {}, "delta=compensated or without"),
         ("mxfp8_scores/strict,o_v=e4m3:token", {}, "delta=compensated or without"),
         ("mxfp8_scores/fold,frontier_scores=bf16", {}, "with frontier_scores=bf16"),

@@ -18,41 +18,35 @@ DV_BOOST = tl.constexpr(256.0)  # 2^8: P of dV is at most 1
 
 
 @triton.jit
-def _dq_steps(lo, hi, dq, q, g, qf, gf, lse2, delta, query, keys, left, right, KC, KW, KF, KM, VC, VW, VF, at,
-              EDGE: tl.constexpr, MASK: tl.constexpr, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-              D: tl.constexpr):  # fmt: skip
+def _dq_steps(lo, hi, dq, Q, G, qf, lse2, delta, query, keys, left, right, K, KF, KM, V, at, EDGE: tl.constexpr,
+              MASK: tl.constexpr, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Key blocks lo .. hi - 1; Q and G: where the queries' rows are."""
     feature = tl.arange(0, D)
+    q, g = tl.load(Q), tl.load(G)
     for n in range(lo, hi):
         r = at + n * 128 + tl.arange(0, 128)
         key = n * 128 + tl.arange(0, 128)
         tile = r[:, None] * D + feature[None, :]
-        fold = tl.load(KF + r)
-        if EDGE:
-            k = tl.load(KW + tile)
-            kf = tl.load(KM + r)
-            e = tl.dot(g, tl.trans(tl.load(VW + tile)))
-        else:
-            k = tl.load(KC + tile)
-            kf = fold * tl.load(KM + r)
-            e = tl.dot(g, tl.trans(tl.load(VC + tile))) * (gf[:, None] * tl.load(VF + r)[None, :])
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * (qf[:, None] * kf[None, :]) - lse2[:, None])
-        u = p * (e - delta[:, None])
+        k = tl.load(K + tile)
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * (qf[:, None] * tl.load(KM + r)[None, :]) - lse2[:, None])
+        u = p * (tl.dot(g, tl.trans(tl.load(V + tile))) - delta[:, None])
         if MASK:
             u = tl.where(seen(query[:, None], key[None, :], keys, left, right, LEFT, RIGHT), u, 0.0)
         if EDGE:
-            dq = tl.dot(u.to(tl.bfloat16), k, dq)
+            w = u.to(tl.bfloat16)
         elif STRICT:
-            dq = tl.dot(by_line(u, fold[None, :], 1), k.to(tl.bfloat16), dq)
+            w = by_line(u, tl.load(KF + r)[None, :], 1)
         else:
-            dq = tl.dot(by_square(u), tl.load(KW + tile), dq)
+            w = by_square(u)
+        dq = tl.dot(w, k, dq)
     return dq
 
 
-@triton.jit(do_not_specialize=["left", "right"])
-def dq_kernel(QC, QW, QF, QM, GC, GW, GF, GM, LSE2, DELTA, KC, KW, KF, KM, VC, VW, VF, DQ, ITEMS, COUNTS, q_pad, k_pad,
-              dq_stride, left, right, exponent, scale, hq, group, STRICT: tl.constexpr, LEFT: tl.constexpr,
-              RIGHT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """BM of the 128 queries of a block, of one head."""
+@triton.jit(do_not_specialize=["left", "right", "hq", "group"])
+def dq_kernel(Q, QG, QF, QM, G, GF, GM, LSE2, DELTA, K, KG, KF, KM, V, VG, DQ, ITEMS, COUNTS, q_pad, k_pad, dq_stride, left,
+              right, exponent, scale, hq, group, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              D: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """BM of the 128 queries of a block, of one head. Names as in forward.py."""
     rank = tl.program_id(0) // hq
     h = tl.program_id(0) % hq
     if rank < tl.load(COUNTS):
@@ -64,73 +58,68 @@ def dq_kernel(QC, QW, QF, QM, GC, GW, GF, GM, LSE2, DELTA, KC, KW, KF, KM, VC, V
         r = tl.cast(h, tl.int64) * q_pad + pad + local
         feature = tl.arange(0, D)
         tile = r[:, None] * D + feature[None, :]
-        qm = tl.load(QM + r) * tl.load(GM + r) * exponent
-        qf = tl.load(QF + r) * qm
-        gf = tl.load(GF + r)
+        qf = tl.load(QM + r) * tl.load(GM + r) * exponent
         lse2, delta = tl.load(LSE2 + r), tl.load(DELTA + r)
         query = position + local
-        q, g = tl.load(QC + tile), tl.load(GC + tile)
-        if STRICT:
-            edge_q, edge_g, edge_f = tl.load(QW + tile), tl.load(GW + tile), qm
-        else:
-            edge_q, edge_g, edge_f = q, g, qf
+        q, edge, g = Q + tile, QG + tile, G + tile
         full_first, full_end = full_keys(position, first, end, left, right, LEFT, RIGHT)
         inner = tl.maximum(tl.minimum(full_end, keys // 128), full_first)
         dq = tl.zeros([BM, D], tl.float32)
         if LEFT:
-            dq = _dq_steps(first, full_first, dq, edge_q, edge_g, edge_f, gf, lse2, delta, query, keys, left, right, KC, KW, KF,
-                           KM, VC, VW, VF, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
-        dq = _dq_steps(full_first, inner, dq, q, g, qf, gf, lse2, delta, query, keys, left, right, KC, KW, KF, KM, VC, VW, VF,
-                       at, False, False, STRICT, LEFT, RIGHT, D)  # fmt: skip
-        dq = _dq_steps(inner, full_end, dq, q, g, qf, gf, lse2, delta, query, keys, left, right, KC, KW, KF, KM, VC, VW, VF, at,
-                       False, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
-        dq = _dq_steps(full_end, end, dq, edge_q, edge_g, edge_f, gf, lse2, delta, query, keys, left, right, KC, KW, KF, KM, VC,
-                       VW, VF, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+            dq = _dq_steps(first, full_first, dq, edge, g, qf, lse2, delta, query, keys, left, right, KG, KF, KM, VG, at, STRICT,
+                           True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+        dq = _dq_steps(full_first, inner, dq, q, g, qf, lse2, delta, query, keys, left, right, K, KF, KM, V, at, False, False,
+                       STRICT, LEFT, RIGHT, D)  # fmt: skip
+        dq = _dq_steps(inner, full_end, dq, q, g, qf, lse2, delta, query, keys, left, right, K, KF, KM, V, at, False, True,
+                       STRICT, LEFT, RIGHT, D)  # fmt: skip
+        dq = _dq_steps(full_end, end, dq, edge, g, qf, lse2, delta, query, keys, left, right, KG, KF, KM, VG, at, STRICT, True,
+                       STRICT, LEFT, RIGHT, D)  # fmt: skip
         to = (row + local).to(tl.int64)[:, None] * dq_stride + h * D + feature[None, :]
         tl.store(DQ + to, (dq * scale).to(tl.bfloat16), mask=(local < valid)[:, None])
 
 
 @triton.jit
-def _dkv_steps(lo, hi, dk, dv, k, v, kf, vf, key, keys, shift, left, right, exponent, QC, QW, QF, QM, GC, GW, GF, GM, LSE2,
-               DELTA, at, EDGE: tl.constexpr, MASK: tl.constexpr, STRICT: tl.constexpr, LEFT: tl.constexpr,
-               RIGHT: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Blocks of 128 queries lo .. hi - 1 of one head; tiles are transposed, keys by queries."""
+def _dkv_steps(lo, hi, dk, dv, K, V, kf, key, keys, shift, left, right, exponent, Q, QF, QM, G, GF, GM, LSE2, DELTA, at,
+               EDGE: tl.constexpr, MASK: tl.constexpr, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+               D: tl.constexpr):  # fmt: skip
+    """Blocks of 128 queries lo .. hi - 1 of one head; tiles are transposed, keys by queries. K and V: where their rows are."""
     feature = tl.arange(0, D)
+    k, v = tl.load(K), tl.load(V)
     for i in range(lo, hi):
         r = at + i * 128 + tl.arange(0, 128)
         query = shift + i * 128 + tl.arange(0, 128)
         tile = r[:, None] * D + feature[None, :]
-        qm = tl.load(QM + r) * tl.load(GM + r) * exponent
-        q_fold, g_fold = tl.load(QF + r), tl.load(GF + r)
-        if EDGE:
-            q, g, qf = tl.load(QW + tile), tl.load(GW + tile), qm
-            e = tl.dot(v, tl.trans(g))
-        else:
-            q, g, qf = tl.load(QC + tile), tl.load(GC + tile), q_fold * qm
-            e = tl.dot(v, tl.trans(g)) * (vf[:, None] * g_fold[None, :])
+        q = tl.load(Q + tile)
+        qf = tl.load(QM + r) * tl.load(GM + r) * exponent
         p = tl.exp2(tl.dot(k, tl.trans(q)) * (kf[:, None] * qf[None, :]) - tl.load(LSE2 + r)[None, :])
         if MASK:
             visible = seen(query[None, :], key[:, None], keys, left, right, LEFT, RIGHT)
             p = tl.where(visible, p, 0.0)
-        u = p * (e - tl.load(DELTA + r)[None, :])
+        if EDGE:
+            w = p.to(tl.bfloat16)
+        elif STRICT:
+            w = by_line(p, tl.load(GF + r)[None, :], 1)
+        else:
+            w = by_constant(p, DV_BOOST)
+        g = tl.load(G + tile)
+        dv = tl.dot(w, g, dv)
+        u = p * (tl.dot(v, tl.trans(g)) - tl.load(DELTA + r)[None, :])
         if MASK:
             u = tl.where(visible, u, 0.0)
         if EDGE:
-            dv = tl.dot(p.to(tl.bfloat16), g, dv)
-            dk = tl.dot(u.to(tl.bfloat16), q, dk)
+            w = u.to(tl.bfloat16)
         elif STRICT:
-            dv = tl.dot(by_line(p, g_fold[None, :], 1), g.to(tl.bfloat16), dv)
-            dk = tl.dot(by_line(u, q_fold[None, :], 1), q.to(tl.bfloat16), dk)
+            w = by_line(u, tl.load(QF + r)[None, :], 1)
         else:
-            dv = tl.dot(by_constant(p, DV_BOOST), tl.load(GW + tile), dv)
-            dk = tl.dot(by_square(u), tl.load(QW + tile), dk)
+            w = by_square(u)
+        dk = tl.dot(w, q, dk)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["left", "right"])
-def dkv_kernel(QC, QW, QF, QM, GC, GW, GF, GM, LSE2, DELTA, KC, KW, KF, KM, VC, VW, VF, DK, DV, ITEMS, COUNTS, q_pad, k_pad,
-               dk_stride, left, right, exponent, scale, hk, group, STRICT: tl.constexpr, LEFT: tl.constexpr,
-               RIGHT: tl.constexpr, D: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["left", "right", "hk", "group"])
+def dkv_kernel(Q, QG, QF, QM, G, GF, GM, LSE2, DELTA, K, KG, KF, KM, V, VG, DK, DV, ITEMS, COUNTS, q_pad, k_pad, dk_stride,
+               left, right, exponent, scale, hk, group, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+               D: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """BN of the 128 keys of a block, of one key head: all queries of all heads of its group, ascending."""
     rank = tl.program_id(0) // hk
     h = tl.program_id(0) % hk
@@ -144,15 +133,9 @@ def dkv_kernel(QC, QW, QF, QM, GC, GW, GF, GM, LSE2, DELTA, KC, KW, KF, KM, VC, 
         r = tl.cast(h, tl.int64) * k_pad + pad + local
         feature = tl.arange(0, D)
         tile = r[:, None] * D + feature[None, :]
-        km = tl.load(KM + r)
-        kf = tl.load(KF + r) * km
-        vf = tl.load(VF + r)
+        kf = tl.load(KM + r)
         key = k0 + local
-        k, v = tl.load(KC + tile), tl.load(VC + tile)
-        if STRICT:
-            edge_k, edge_v, edge_f = tl.load(KW + tile), tl.load(VW + tile), km
-        else:
-            edge_k, edge_v, edge_f = k, v, kf
+        k, v, edge_k, edge_v = K + tile, V + tile, KG + tile, VG + tile
         # blocks of queries that see the whole block of keys; positions of queries are `shift` ahead of their rows
         full_first = first
         full_end = end
@@ -166,15 +149,13 @@ def dkv_kernel(QC, QW, QF, QM, GC, GW, GF, GM, LSE2, DELTA, KC, KW, KF, KM, VC, 
         dv = tl.zeros([BN, D], tl.float32)
         for g in range(group):
             at = tl.cast(h * group + g, tl.int64) * q_pad + other
-            dk, dv = _dkv_steps(first, full_first, dk, dv, edge_k, edge_v, edge_f, vf, key, keys, shift, left, right, exponent,
-                                QC, QW, QF, QM, GC, GW, GF, GM, LSE2, DELTA, at, STRICT, True, STRICT, LEFT, RIGHT,
-                                D)  # fmt: skip
-            dk, dv = _dkv_steps(full_first, full_end, dk, dv, k, v, kf, vf, key, keys, shift, left, right, exponent, QC, QW, QF,
-                                QM, GC, GW, GF, GM, LSE2, DELTA, at, False, not RIGHT, STRICT, LEFT, RIGHT, D)  # fmt: skip
+            dk, dv = _dkv_steps(first, full_first, dk, dv, edge_k, edge_v, kf, key, keys, shift, left, right, exponent, QG, QF,
+                                QM, G, GF, GM, LSE2, DELTA, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+            dk, dv = _dkv_steps(full_first, full_end, dk, dv, k, v, kf, key, keys, shift, left, right, exponent, Q, QF, QM, G,
+                                GF, GM, LSE2, DELTA, at, False, not RIGHT, STRICT, LEFT, RIGHT, D)  # fmt: skip
             if LEFT:
-                dk, dv = _dkv_steps(full_end, end, dk, dv, edge_k, edge_v, edge_f, vf, key, keys, shift, left, right, exponent,
-                                    QC, QW, QF, QM, GC, GW, GF, GM, LSE2, DELTA, at, STRICT, True, STRICT, LEFT, RIGHT,
-                                    D)  # fmt: skip
+                dk, dv = _dkv_steps(full_end, end, dk, dv, edge_k, edge_v, kf, key, keys, shift, left, right, exponent, QG, QF,
+                                    QM, G, GF, GM, LSE2, DELTA, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
         to = (row + local).to(tl.int64)[:, None] * dk_stride + h * D + feature[None, :]
         mask = (local < valid)[:, None]
         tl.store(DK + to, (dk * scale).to(tl.bfloat16), mask=mask)

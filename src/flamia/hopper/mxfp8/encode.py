@@ -1,15 +1,15 @@
-"""The encoders of the route `mxfp8`: codes, factors, marks and 16-bit copies, in document-padded rows.
+"""The encoders of the route `mxfp8`: rounded values, 16-bit copies, factors and marks, in document-padded rows.
 
 Of every tensor the attention kernels read, head-major, rows padded as in hopper/schedule.py:
 
-    codes   E4M3, of the tensor in units of its scale
-    wide    BF16: the tensor as given for pairs of blocks at the mask's edge (`strict`), or its decoded values (`fast`)
-    factor  2^e, float32, per row: the scale of a token or of 32 tokens; 0 where the whole group is zero, since an
-            exponent of nothing must win no maximum and multiplies zeros
-    mark    1, or NaN for a token that is not finite: what a score is multiplied by, so that exactly the rows that see
-            such a token turn into NaN; its codes and its wide row are zero
+    rounded  BF16: what the E4M3 code of an element and its scale stand for, exact in BF16
+    given    BF16: the tensor as it is, for pairs of blocks at the mask's edge (`strict` alone has such)
+    factor   2^e, float32, per row: the scale of a token or of 32 tokens; 0 where the whole group is zero, since an
+             exponent of nothing must win no maximum and multiplies zeros
+    mark     1, or NaN for a token that is not finite: what a score is multiplied by, so that exactly the rows that see
+             such a token turn into NaN; its rows above are zero
 
-flamia/quantize.py is the specification; codes and scales are its bits.
+flamia/quantize.py is the specification; scales and values are its bits.
 """
 
 from __future__ import annotations
@@ -36,17 +36,12 @@ def power(e):
 
 @triton.jit
 def e4m3(x):
-    """x rounded to E4M3: nearest, ties to even, saturating; its values in BF16."""
-    return x.to(tl.float8e4nv).to(tl.bfloat16)
-
-
-@triton.jit
-def _rounded(x):
-    """`e4m3` by float32 arithmetic, for numbers that are stored as codes as well: where a kernel packs E4M3 numbers and unpacks
-    the same ones, the assembler of Triton 3.6 reads half of them from a register that nobody wrote."""
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    """x (float32) rounded to E4M3: nearest, ties to even, saturating, NaN stays. By arithmetic, as flamia/formats.py does: where
+    a kernel packs E4M3 numbers and unpacks the same ones, the assembler of Triton 3.6 may read them from a register that
+    nobody wrote."""
+    x = tl.minimum(tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL), 448.0, propagate_nan=tl.PropagateNan.ALL)
     spacing = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 0.015625)
-    magic = spacing * 1572864.0  # 1.5 * 2^20, three bits behind the first
+    magic = spacing * 1572864.0  # 1.5 * 2^20: three bits behind the first
     return (x + magic) - magic
 
 
@@ -57,8 +52,8 @@ def _rows(X, row, r, valid, head, stride_t, stride_h, D: tl.constexpr):
 
 
 @triton.jit
-def _encode(x, BLOCK: tl.constexpr, D: tl.constexpr):
-    """(codes as float32 numbers, clean rows, factor, mark) of the rows of a group."""
+def _encode(x, BLOCK: tl.constexpr):
+    """(rounded, given, factor, mark) of the rows of a group."""
     x = x.to(tl.float32)
     bad = tl.max((tl.abs(x) <= LARGEST).to(tl.int32) ^ 1, 1) > 0
     x = tl.where(bad[:, None], 0.0, x)
@@ -66,60 +61,59 @@ def _encode(x, BLOCK: tl.constexpr, D: tl.constexpr):
     if BLOCK:  # one scale for all
         amax = tl.broadcast_to(tl.max(amax, 0, keep_dims=True), amax.shape)
     e = tl.where(amax == 0, 0, scale_exponent(amax))
-    codes = _rounded(x * power(-e)[:, None])
     factor = tl.where(amax == 0, 0.0, power(e))
-    return codes, x, factor, tl.where(bad, float("nan"), 1.0)
+    rounded = e4m3(x * power(-e)[:, None]) * factor[:, None]
+    # rounding may take the largest finite numbers to 2^128; 0 * infinity would cross the mask
+    rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
+    return rounded, x, factor, tl.where(bad, float("nan"), 1.0)
 
 
 @triton.jit
-def _store(CODES, WIDE, FACTOR, MARK, r, codes, wide, factor, mark, D: tl.constexpr):
+def _store(ROUNDED, GIVEN, FACTOR, MARK, r, rounded, given, factor, mark, TWICE: tl.constexpr, D: tl.constexpr):
     place = r[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(CODES + place, codes.to(tl.float8e4nv))
-    tl.store(WIDE + place, wide.to(tl.bfloat16))
+    tl.store(ROUNDED + place, rounded.to(tl.bfloat16))
+    if TWICE:
+        tl.store(GIVEN + place, given.to(tl.bfloat16))
     tl.store(FACTOR + r, factor)
     tl.store(MARK + r, mark)
 
 
 @triton.jit
-def encode_kernel(X, CODES, WIDE, FACTOR, MARK, BLOCKS, COUNTS, SIDE: tl.constexpr, stride_t, stride_h, pad_rows,
-                  BLOCK: tl.constexpr, DECODED: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def encode_kernel(X, ROUNDED, GIVEN, FACTOR, MARK, BLOCKS, COUNTS, SIDE: tl.constexpr, stride_t, stride_h, pad_rows,
+                  BLOCK: tl.constexpr, STRICT: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """One group of 32 rows, a quarter of a block, of one head."""
     b, head = tl.program_id(0) // 4, tl.program_id(1)
     if b < tl.load(COUNTS + SIDE):
         record = BLOCKS + b * 16
         r = tl.program_id(0) % 4 * GROUP + tl.arange(0, GROUP)
         x = _rows(X, tl.load(record), r, tl.load(record + 1), head, stride_t, stride_h, D)
-        codes, x, factor, mark = _encode(x, BLOCK, D)
-        wide = codes * factor[:, None] if DECODED else x
+        rounded, x, factor, mark = _encode(x, BLOCK)
         at = tl.cast(head, tl.int64) * pad_rows + b * 128 + r
-        _store(CODES, WIDE, FACTOR, MARK, at, codes, wide, factor, mark, D)
+        _store(ROUNDED, GIVEN, FACTOR, MARK, at, rounded, x, factor, mark, STRICT, D)
 
 
-@triton.jit
-def encode_gradient_kernel(G, O, LSE, DLSE, CODES, WIDE, FACTOR, MARK, LSE2, DELTA, BLOCKS, COUNTS, g_stride_t,
+@triton.jit(do_not_specialize=["lse_stride", "dlse_stride_h", "dlse_stride_t", "left", "right"])
+def encode_gradient_kernel(G, O, LSE, DLSE, ROUNDED, GIVEN, FACTOR, MARK, LSE2, DELTA, BLOCKS, COUNTS, g_stride_t,
                            g_stride_h, o_stride_t, o_stride_h, lse_stride, dlse_stride_h, dlse_stride_t, pad_rows, left,
                            right, BLOCK: tl.constexpr, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                            HAS_DLSE: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """dO, and what belongs to a row of it: the mark also says whether dLSE is finite; LSE in powers of two, +inf where a
-    row sees nothing; D = rowsum(G O) - dLSE.
-
-    strict: a block of queries that no length can give a full pair reads dO as given: nothing would be gained by rounding.
-    """
+    row sees nothing; D = rowsum(G O) - dLSE. There is one reading of dO: its rounded one, or, in `strict`, dO as given for a
+    block of queries that has no full pair whatever its document's length: nothing would be gained by rounding."""
     b, head = tl.program_id(0) // 4, tl.program_id(1)
     if b < tl.load(COUNTS):
         r = tl.program_id(0) % 4 * GROUP + tl.arange(0, GROUP)
         record = BLOCKS + b * 16
         row, valid, position = tl.load(record), tl.load(record + 1), tl.load(record + 3)
-        codes, x, factor, mark = _encode(_rows(G, row, r, valid, head, g_stride_t, g_stride_h, D), BLOCK, D)
-        wide = codes * factor[:, None]
+        g, x, factor, mark = _encode(_rows(G, row, r, valid, head, g_stride_t, g_stride_h, D), BLOCK)
         if STRICT and RIGHT:
             first = tl.maximum(position - left, 0) // 128
             if LEFT:
                 first = (tl.maximum(position + 127 - left, 0) + 127) // 128
             if tl.maximum(position + right + 1, 0) // 128 <= first:
-                wide = x
+                g = x
         o = _rows(O, row, r, valid, head, o_stride_t, o_stride_h, D).to(tl.float32)
-        delta = tl.sum(wide * o, 1)
+        delta = tl.sum(g * o, 1)
         lse = tl.load(LSE + tl.cast(head, tl.int64) * lse_stride + row + r, mask=r < valid, other=float("-inf"))
         lse2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
         if HAS_DLSE:
@@ -128,6 +122,6 @@ def encode_gradient_kernel(G, O, LSE, DLSE, CODES, WIDE, FACTOR, MARK, LSE2, DEL
             delta -= dlse
             mark = tl.where(tl.abs(dlse) <= LARGEST, mark, float("nan"))
         at = tl.cast(head, tl.int64) * pad_rows + b * 128 + r
-        _store(CODES, WIDE, FACTOR, MARK, at, codes, wide, factor, mark, D)
+        _store(ROUNDED, GIVEN, FACTOR, MARK, at, g, g, factor, mark, False, D)
         tl.store(LSE2 + at, lse2)
         tl.store(DELTA + at, delta)

@@ -1,8 +1,8 @@
 """The forward of the route `mxfp8`: O and LSE of a block of 128 queries of one head.
 
-    S = Q K^T        E4M3 codes with their scales, or BF16 at the mask's edge (`strict`)
+    S = Q K^T        of rounded tensors, or of those given at the mask's edge (`strict`)
     m                moves when a step exceeds it by more than 2^LAG
-    O += P V         full pairs: P rounded to E4M3 relative to V's largest scale so far, times V's codes
+    O += P V         full pairs: P rounded to E4M3 relative to V's largest scale so far
 
 The names and the order are those of reference/forward.py; steps.py says what a full pair is.
 """
@@ -12,28 +12,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import by_constant, e4m3, full_keys, seen
+from .steps import by_constant, e4m3, full_keys, inverse_of, seen
 
 LAG = tl.constexpr(2.0)
 BOOST = tl.constexpr(64.0)  # 2^6: weights reach 2^LAG, and E4M3 ends at 448
 
 
 @triton.jit
-def _steps(lo, hi, acc, m, total, top, q, qf, query, keys, left, right, KC, KW, KF, KM, VC, VW, VF, at, EDGE: tl.constexpr,
+def _steps(lo, hi, acc, m, total, top, Q, qf, query, keys, left, right, K, KM, V, VF, at, EDGE: tl.constexpr,
            MASK: tl.constexpr, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Key blocks lo .. hi - 1. EDGE: q, K and V as given, in 16 bits. top: V's largest factor so far."""
+    """Key blocks lo .. hi - 1. Q: where the queries' rows are. EDGE: all weights have 16 bits. top: V's largest factor in
+    full pairs so far."""
     feature = tl.arange(0, D)
+    q = tl.load(Q)
     for n in range(lo, hi):
         r = at + n * 128 + tl.arange(0, 128)
         key = n * 128 + tl.arange(0, 128)
         tile = r[:, None] * D + feature[None, :]
-        if EDGE:
-            x = tl.dot(q, tl.trans(tl.load(KW + tile)))
-            kf = tl.load(KM + r)
-        else:
-            x = tl.dot(q, tl.trans(tl.load(KC + tile)))
-            kf = tl.load(KF + r) * tl.load(KM + r)
-        s = x * (qf[:, None] * kf[None, :])
+        s = tl.dot(q, tl.trans(tl.load(K + tile))) * (qf[:, None] * tl.load(KM + r)[None, :])
         if MASK:
             s = tl.where(seen(query[:, None], key[None, :], keys, left, right, LEFT, RIGHT), s, float("-inf"))
         largest = tl.max(s, 1)
@@ -43,26 +39,24 @@ def _steps(lo, hi, acc, m, total, top, q, qf, query, keys, left, right, KC, KW, 
         m = moved
         total = total * keep + tl.sum(p, 1)
         if EDGE:
-            v = tl.load(VW + tile)
             w = p.to(tl.bfloat16)
         elif STRICT:
             vf = tl.load(VF + r)
             top = tl.maximum(top, tl.max(vf, 0))
             reference = tl.where(top == 0, 1.0, top)
-            v = tl.load(VC + tile).to(tl.bfloat16)
-            w = (e4m3(p * (vf * (BOOST / reference))[None, :]) * (reference * (1 / BOOST)).to(tl.bfloat16)).to(tl.bfloat16)
+            w = e4m3(p * (vf * (BOOST / reference))[None, :]) * (inverse_of(vf) * (reference * (1 / BOOST)))[None, :]
+            w = w.to(tl.bfloat16)
         else:
-            v = tl.load(VW + tile)
             w = by_constant(p, BOOST)
-        acc = tl.dot(w, v, acc * keep[:, None])
+        acc = tl.dot(w, tl.load(V + tile), acc * keep[:, None])
     return acc, m, total, top
 
 
-@triton.jit(do_not_specialize=["left", "right"])
-def forward_kernel(QC, QW, QF, QM, KC, KW, KF, KM, VC, VW, VF, O, LSE, ITEMS, COUNTS, q_pad, k_pad, o_stride, lse_stride,
+@triton.jit(do_not_specialize=["left", "right", "lse_stride", "hq", "group"])
+def forward_kernel(Q, QG, QM, K, KG, KM, V, VG, VF, O, LSE, ITEMS, COUNTS, q_pad, k_pad, o_stride, lse_stride,
                    left, right, exponent, hq, group, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                    D: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """exponent: softmax scale * log2(e)."""
+    """Q, K, V rounded, QG, KG, VG as given, or rounded as well (`fast`). exponent: softmax scale * log2(e)."""
     rank = tl.program_id(0) // hq
     h = tl.program_id(0) % hq
     if rank < tl.load(COUNTS):
@@ -75,8 +69,7 @@ def forward_kernel(QC, QW, QF, QM, KC, KW, KF, KM, VC, VW, VF, O, LSE, ITEMS, CO
         r = tl.cast(h, tl.int64) * q_pad + pad + local
         feature = tl.arange(0, D)
         tile = r[:, None] * D + feature[None, :]
-        qm = tl.load(QM + r) * exponent
-        qf = tl.load(QF + r) * qm
+        qf = tl.load(QM + r) * exponent
         query = position + local
         acc = tl.zeros([BM, D], tl.float32)
         m = tl.full([BM], float("-inf"), tl.float32)
@@ -84,22 +77,16 @@ def forward_kernel(QC, QW, QF, QM, KC, KW, KF, KM, VC, VW, VF, O, LSE, ITEMS, CO
         top = tl.cast(0.0, tl.float32)
         full_first, full_end = full_keys(position, first, end, left, right, LEFT, RIGHT)
         inner = tl.maximum(tl.minimum(full_end, keys // 128), full_first)
-        if STRICT:
-            edge_q = tl.load(QW + tile)
-            edge_f = qm
-        else:
-            edge_q = tl.load(QC + tile)
-            edge_f = qf
-        q = tl.load(QC + tile)
+        q, edge = Q + tile, QG + tile
         if LEFT:
-            acc, m, total, top = _steps(first, full_first, acc, m, total, top, edge_q, edge_f, query, keys, left, right, KC, KW,
-                                        KF, KM, VC, VW, VF, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
-        acc, m, total, top = _steps(full_first, inner, acc, m, total, top, q, qf, query, keys, left, right, KC, KW, KF, KM, VC,
-                                    VW, VF, at, False, False, STRICT, LEFT, RIGHT, D)  # fmt: skip
-        acc, m, total, top = _steps(inner, full_end, acc, m, total, top, q, qf, query, keys, left, right, KC, KW, KF, KM, VC,
-                                    VW, VF, at, False, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
-        acc, m, total, top = _steps(full_end, end, acc, m, total, top, edge_q, edge_f, query, keys, left, right, KC, KW, KF, KM,
-                                    VC, VW, VF, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+            acc, m, total, top = _steps(first, full_first, acc, m, total, top, edge, qf, query, keys, left, right, KG, KM, VG, VF,
+                                        at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+        acc, m, total, top = _steps(full_first, inner, acc, m, total, top, q, qf, query, keys, left, right, K, KM, V, VF, at,
+                                    False, False, STRICT, LEFT, RIGHT, D)  # fmt: skip
+        acc, m, total, top = _steps(inner, full_end, acc, m, total, top, q, qf, query, keys, left, right, K, KM, V, VF, at,
+                                    False, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
+        acc, m, total, top = _steps(full_end, end, acc, m, total, top, edge, qf, query, keys, left, right, KG, KM, VG, VF, at,
+                                    STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
         nothing = total == 0
         o = acc * tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))[:, None]
         lse = tl.where(nothing, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)

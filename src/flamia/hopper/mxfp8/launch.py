@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flamia.packing import Documents
+from flamia.quantize import GROUP
 from flamia.recipe import Recipe
 from flamia.saved import BLOCK, sections
 from flamia.validation import UnsupportedError
@@ -23,15 +24,16 @@ STRICT = Recipe.strict("mxfp8")
 FAST = Recipe.fast("mxfp8", dq_accumulator="fp32")
 RECIPES = (STRICT, FAST)
 FORWARD = {"BM": 128, "num_warps": 8, "num_stages": 2}
-DQ = {"BM": 64, "num_warps": 8, "num_stages": 2}
-DKV = {"BN": 64, "num_warps": 8, "num_stages": 2}
+DQ = {"BM": 64, "num_warps": 4, "num_stages": 2}
+DKV = {"BN": 32, "num_warps": 4, "num_stages": 2}
 
 
 class Operand(NamedTuple):
-    """What encode.py writes of a tensor, rows padded by documents: (heads, rows, D) twice, (heads, rows) twice."""
+    """What encode.py writes of a tensor, rows padded by documents: (heads, rows, D) twice, (heads, rows) twice. Where nothing
+    reads the tensor as given, `given` is `rounded`."""
 
-    codes: Tensor
-    wide: Tensor
+    rounded: Tensor
+    given: Tensor
     factor: Tensor
     mark: Tensor
 
@@ -44,22 +46,20 @@ def plan_of(q: Tensor, k: Tensor, documents: Documents) -> Plan:
     return plan
 
 
-def empty_operand(x: Tensor, rows: int) -> Operand:
+def empty_operand(x: Tensor, rows: int, twice: bool) -> Operand:
     heads, d, device = x.shape[1], x.shape[2], x.device
-    return Operand(
-        torch.empty(heads, rows, d, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(heads, rows, d, dtype=torch.bfloat16, device=device),
-        *torch.empty(2, heads, rows, dtype=torch.float32, device=device).unbind(0),
-    )
+    rounded = torch.empty(heads, rows, d, dtype=torch.bfloat16, device=device)
+    factor, mark = torch.empty(2, heads, rows, dtype=torch.float32, device=device).unbind(0)
+    return Operand(rounded, torch.empty_like(rounded) if twice else rounded, factor, mark)
 
 
-def encode(x: Tensor, plan: Plan, side: int, block: bool, decoded: bool) -> Operand:
-    """side: 0 for queries, 1 for keys. block: one scale for 32 tokens, else for one. decoded: what `wide` is."""
+def encode(x: Tensor, plan: Plan, side: int, block: bool, strict: bool) -> Operand:
+    """side: 0 for queries, 1 for keys. block: one scale for 32 tokens, else for one."""
     records, blocks = (plan.q_blocks, plan.q_capacity) if side == 0 else (plan.k_blocks, plan.k_capacity)
-    out = empty_operand(x, blocks * BLOCK)
-    encode_kernel[(blocks * 4, x.shape[1])](
+    out = empty_operand(x, blocks * BLOCK, strict)
+    encode_kernel[(blocks * (BLOCK // GROUP), x.shape[1])](
         x, *out, records, plan.counts, side, x.stride(0), x.stride(1), blocks * BLOCK,
-        BLOCK=block, DECODED=decoded, D=x.shape[2], num_warps=4,
+        BLOCK=block, STRICT=strict, D=x.shape[2], num_warps=4,
     )  # fmt: skip
     return out
 
@@ -82,9 +82,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, documents: Documents, recipe: Recip
     plan = plan_of(q, k, documents)
     return Call(
         plan,
-        encode(q, plan, 0, block=not strict, decoded=not strict),
-        encode(k, plan, 1, block=True, decoded=not strict),
-        encode(v, plan, 1, block=True, decoded=not strict),
+        encode(q, plan, 0, not strict, strict),
+        encode(k, plan, 1, True, strict),
+        encode(v, plan, 1, True, strict),
         left, right, {"STRICT": strict, "LEFT": left < OPEN, "RIGHT": right < OPEN, "D": q.shape[2]},
     )  # fmt: skip
 
@@ -102,8 +102,8 @@ def forward(
         call = prepare(q, k, v, documents, recipe)
         plan = call.plan
         forward_kernel[(plan.q_capacity * hq, BLOCK // FORWARD["BM"])](
-            call.q.codes, call.q.wide, call.q.factor, call.q.mark, call.k.codes, call.k.wide, call.k.factor, call.k.mark,
-            call.v.codes, call.v.wide, call.v.factor, o, lse, plan.q_items, plan.counts, plan.q_capacity * BLOCK,
+            call.q.rounded, call.q.given, call.q.mark, call.k.rounded, call.k.given, call.k.mark, call.v.rounded, call.v.given,
+            call.v.factor, o, lse, plan.q_items, plan.counts, plan.q_capacity * BLOCK,
             plan.k_capacity * BLOCK, o.stride(0), lse.stride(0), call.left, call.right, scale * LOG2E, hq, hq // hk,
             **call.options, **FORWARD,
         )  # fmt: skip
@@ -116,25 +116,24 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), in the shapes of q, k and v; those not wanted stay zero."""
     check(q, k, documents, recipe)
-    (tq, hq, d), hk = q.shape, k.shape[1]
+    (tq, hq, _), hk = q.shape, k.shape[1]
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not (tq and k.shape[0] and documents.cu_q.numel() > 1):
         return dq, dk, dv
     q, k, v, do, o = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v, do, o))
     call = prepare(q, k, v, documents, recipe)
     plan = call.plan
-    g = empty_operand(do, plan.q_capacity * BLOCK)
+    g = empty_operand(do, plan.q_capacity * BLOCK, False)
     lse2, delta = torch.empty(2, hq, plan.q_capacity * BLOCK, dtype=torch.float32, device=q.device).unbind(0)
     lse = lse if lse.stride(1) == 1 else lse.contiguous()
     q_pad, k_pad = plan.q_capacity * BLOCK, plan.k_capacity * BLOCK
-    strict = call.options["STRICT"]
-    encode_gradient_kernel[(plan.q_capacity * 4, hq)](
+    encode_gradient_kernel[(plan.q_capacity * (BLOCK // GROUP), hq)](
         do, o, lse, lse if dlse is None else dlse, *g, lse2, delta, plan.q_blocks, plan.counts, do.stride(0), do.stride(1),
         o.stride(0), o.stride(1), lse.stride(0), *((0, 0) if dlse is None else dlse.stride()), q_pad, call.left, call.right,
-        BLOCK=not strict, HAS_DLSE=dlse is not None, num_warps=4, **call.options,
+        BLOCK=recipe.safety == "fast", HAS_DLSE=dlse is not None, num_warps=4, **call.options,
     )  # fmt: skip
-    rows = (call.q.codes, call.q.wide, call.q.factor, call.q.mark, *g, lse2, delta)
-    keys = (call.k.codes, call.k.wide, call.k.factor, call.k.mark, call.v.codes, call.v.wide, call.v.factor)
+    rows = (*call.q, g.rounded, g.factor, g.mark, lse2, delta)
+    keys = (*call.k, call.v.rounded, call.v.given)
     if wanted[0]:
         dq_kernel[(plan.q_capacity * hq, BLOCK // DQ["BM"])](
             *rows, *keys, dq, plan.q_items, plan.counts, q_pad, k_pad, dq.stride(0), call.left, call.right, scale * LOG2E,

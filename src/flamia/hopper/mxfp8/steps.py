@@ -1,9 +1,9 @@
 """What the three attention kernels of the route `mxfp8` share: which steps read which table, masks, and rounded weights.
 
-A pair of blocks of 128 positions is *full* where every query sees every key, and then a product reads codes and weights
+A pair of blocks of 128 positions is *full* where every query sees every key, and then a product reads tensors and weights
 rounded to E4M3; the other pairs are *edge* pairs, which `strict` computes from the tensors as given, in 16 bits. `fast` has
-one table for both. Weights are rounded to E4M3 numbers times powers of two, which BF16 holds exactly, so all sums over
-tokens are BF16 products with FP32 sums: what an MXFP8 machine computes, without the accumulator that loses mass.
+one table for both. Rounded weights, like rounded tensors, are E4M3 numbers times powers of two, which BF16 holds exactly: all
+products are BF16 ones with FP32 sums, what an MXFP8 machine computes, without an accumulator that loses mass.
 """
 
 from __future__ import annotations
@@ -45,17 +45,23 @@ def scale_of(amax):
 
 
 @triton.jit
-def by_line(x, fold, AXIS: tl.constexpr):
-    """Weights rounded with one scale for each line along AXIS, the other operand's scales folded in: what is rounded is
-    x * fold, and what comes back belongs to plain codes."""
-    y = x * fold
+def inverse_of(factor):
+    """1 / factor of a power of two, 0 for 0."""
+    return tl.where(factor > 0, 1.0 / factor, 0.0)
+
+
+@triton.jit
+def by_line(x, factor, AXIS: tl.constexpr):
+    """Weights rounded with one scale for each line along AXIS, after the other operand's scales are folded in: what is
+    rounded is x * factor; what comes back is that over factor, to meet the operand's rounded values."""
+    y = x * factor
     scale, inverse = scale_of(tl.max(tl.abs(y), AXIS, keep_dims=True))
-    return (e4m3(y * inverse) * scale.to(tl.bfloat16)).to(tl.bfloat16)
+    return (e4m3(y * inverse) * (scale * inverse_of(factor))).to(tl.bfloat16)
 
 
 @triton.jit
 def by_constant(x, BOOST: tl.constexpr):
-    """Weights rounded in units of 2^-BOOST."""
+    """Weights rounded in units of 1 / BOOST."""
     return (e4m3(x * BOOST) * (1.0 / BOOST)).to(tl.bfloat16)
 
 
@@ -66,4 +72,4 @@ def by_square(x):
     columns: tl.constexpr = x.shape[1] // 32
     tiles = tl.reshape(x, [rows, 32, columns, 32])
     scale, inverse = scale_of(tl.max(tl.max(tl.abs(tiles), 3, keep_dims=True), 1, keep_dims=True))
-    return tl.reshape(e4m3(tiles * inverse) * scale.to(tl.bfloat16), x.shape).to(tl.bfloat16)
+    return tl.reshape(e4m3(tiles * inverse) * scale, x.shape).to(tl.bfloat16)
