@@ -62,7 +62,7 @@ def test_what_has_no_kernel_raises_and_names_the_way_out(odd):
     if odd == "dtype":
         given = [x.to(torch.float16) for x in given]
     with pytest.raises(UnsupportedError, match="backend='reference'"):
-        run(*given, recipe="mxfp8/strict" if odd == "recipe" else RECIPE)
+        run(*given, recipe="nvfp4/strict" if odd == "recipe" else RECIPE)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])

@@ -301,7 +301,7 @@ def test_a_packed_prefill_is_not_gone_on_with():
 
 @pytest.mark.parametrize("odd", ["head size", "recipe", "dtype"])
 def test_what_has_no_kernel_says_so_and_names_the_reference(odd):
-    name = registered("mxfp8/strict") if odd == "recipe" else KERNELS
+    name = registered("nvfp4/strict") if odd == "recipe" else KERNELS
     more = {"head_dim": 80} if odd == "head size" else {"head_dim": 64}
     net = model("llama", name, torch.float16 if odd == "dtype" else torch.bfloat16, **SIZES, **more).cuda()
     with pytest.raises(UnsupportedError, match="backend='reference'"):
