@@ -203,7 +203,18 @@ def test_the_words_about_faults_follow_from_the_losses():
     assert all(abs(gaps[n]) < 4.303 * yardstick for n in plain & set(gaps))
     assert all(late(run) < 1.1 * late(runs["bf16/strict"]) for n, run in first.items() if n not in broken)
     assert all(late(first[n]) > 20 for n in broken) and gaps["4 bits, D from the given dO"] > 0.1
+    bf16 = sorted(loss[n] for n, run in runs.items() if run["arithmetic"] == "bf16/strict")
+    spread = math.sqrt(2) * statistics.stdev(bf16)
+    assert len(bf16) == 4 and loss["bf16/strict"] == bf16[2]  # the second worst of four
+    inside = plain & set(gaps)
+    assert len(inside) == 10 and all(abs(gaps[n]) < spread and bf16[0] < loss[n] < bf16[3] for n in inside)
+    assert all(abs(gaps[n]) > 3.182 * spread for n in (broken | sunk) & set(gaps))
+    assert 3.182 * spread > 0.049 and 1 / 20 < 3.182 * spread / bf16[2] < 1 / 15
+    assert spread < loss["sink, O from the exact V"] - loss["sink"] < 1.3 * spread
+    assert loss["blocks of 256 forward, 128 backward"] > loss["blocks of 256"] > loss["mxfp8/fold"]
     approximate = [n for n in plain if n.startswith(("approximate", "secant"))]
+    assert all(bf16[0] < loss[n] < bf16[1] and abs(loss[n] - statistics.fmean(bf16)) < spread for n in approximate)
+    assert 2 * spread > bf16[3] - bf16[0] > loss["bf16/strict"] - min(loss[n] for n in approximate)
     assert len(approximate) == 4 and all(loss[n] < min(sound) for n in approximate)
     best = min(approximate, key=loss.__getitem__)
     assert best == "approximate in the forward only" and loss["bf16/strict"] - loss[best] > 4.303 * yardstick

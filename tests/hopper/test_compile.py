@@ -7,15 +7,20 @@ memory, and that the weights are made between the start and the join of a produc
 
 from __future__ import annotations
 
-import pathlib
 import re
-import subprocess
 
 import pytest
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from machine_code import (  # noqa: E402
+    CUOBJDUMP,
+    compiled,
+    nothing_unpacked_from_nowhere,
+    pointers,
+    product_loops,
+    resources,
+)
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -25,13 +30,11 @@ from flamia.hopper.compat import parse_version  # noqa: E402
 from flamia.hopper.dkv import dkv_kernel  # noqa: E402
 from flamia.hopper.dq import dq_kernel  # noqa: E402
 from flamia.hopper.forward import LAG, PEAK, forward_kernel  # noqa: E402
-from flamia.hopper.launch import OPTIONS, PLAIN, TUNING  # noqa: E402
+from flamia.hopper.launch import PLAIN, TUNING  # noqa: E402
 from flamia.integrations import parallel_kernels, parallel_rows  # noqa: E402
 
-CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton ships no cuobjdump")
 
-SHARED = 227 * 1024  # bytes of shared memory that a Hopper block can have
 FP8, BF16, FP32 = ("fp8e4nv", 8), ("bf16", 16), ("fp32", 32)
 
 
@@ -57,45 +60,6 @@ def descriptors(kernel: str, d: int, tuning: dict) -> dict[str, str]:
     edge = {"dkv": "kb_desc", "dq": "qb_desc"}[kernel]
     found = {f"{name}_desc": kind for names, kind in zip(kinds, types) for name in names}
     return found | {edge: tensordesc(BF16, [64, d])}
-
-
-def compiled(fn, types: dict[str, str], constants: dict, source, tmp_path, num_warps: int = 4) -> str:
-    """The SASS of a kernel."""
-    signature = {}
-    for name in fn.arg_names:
-        signature[name] = "constexpr" if name in constants else types.get(name, "i32")
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(fn.arg_names)
-        if signature[name].startswith("*") or name.endswith(("_pad", "stride_t"))
-    }
-    kernel = triton.compile(source(fn, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
-                            options={**OPTIONS, "num_warps": num_warps})  # fmt: skip
-    assert kernel.metadata.shared <= SHARED, (fn.__name__, kernel.metadata.shared)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    return subprocess.run([str(CUOBJDUMP), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-
-
-def instructions(sass: str) -> list[tuple[int, str]]:
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
-    return [(int(address, 16), text) for address, text in found]
-
-
-def product_loops(sass: str) -> list[list[str]]:
-    """The innermost loops that hold tensor-core instructions."""
-    code = instructions(sass)
-    index = {address: i for i, (address, _) in enumerate(code)}
-    loops = []
-    for i, (address, text) in enumerate(code):
-        jump = re.match(r"@!?U?P\d+\s+BRA\b.*?0x([0-9a-f]+)", text)  # plain jumps back leave a barrier's retry
-        target = int(jump[1], 16) if jump else address + 1
-        if target <= address and target in index:
-            loops.append((index[target], i))
-    bodies = {(a, b): [text for _, text in code[a : b + 1]] for a, b in loops}
-    busy = [span for span, body in bodies.items() if any("GMMA" in text for text in body)]
-    inner = [s for s in busy if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in busy)]
-    return [bodies[s] for s in inner]
 
 
 def spills(window: bool, frontier: int) -> int:
@@ -133,14 +97,6 @@ def attention_kernel(kernel: str, d: int, window: bool, frontier: int, tmp_path,
     constants |= {"BN": 128, "REMAINDER": remainder} if kernel == "forward" else {}
     types = {**POINTERS, **descriptors(kernel, d, tuning)}
     return compiled(KERNELS[kernel], types, constants, GluonASTSource, tmp_path)
-
-
-def resources(tmp_path) -> dict[str, int]:
-    """What ptxas says a kernel takes: registers of a thread, bytes of the stack."""
-    said = subprocess.run(
-        [str(CUOBJDUMP), "-res-usage", str(tmp_path / "kernel.cubin")], capture_output=True, text=True, check=True
-    ).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
 
 
 def test_the_lag_is_the_recipes():
@@ -205,10 +161,6 @@ def test_the_remainder_of_o_is_written_behind_the_loops(d, tmp_path):
     assert [len(body) for body in product_loops(with_it)] == [len(body) for body in product_loops(without)]
 
 
-def pointers(names: str, kind: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), kind)
-
-
 SMALL = {
     **pointers("CU_Q CU_K SCRATCH Q_BLOCKS K_BLOCKS Q_ITEMS K_ITEMS COUNTS TURNS", "*i32"),
     **pointers("X OUT Q K V G O REST VD GB Q_CLEAN K_CLEAN DQ DK DV", "*bf16"),
@@ -242,3 +194,4 @@ ENCODERS = [{"D": d, "ROWS": quantize.ROWS} for d in (64, 128)]
 def test_small_kernels(fn, constants, warps, tmp_path):
     sass = compiled(fn, SMALL, constants, ASTSource, tmp_path, warps)
     assert not re.search(r"\b(STL|LDL)\b", sass)
+    nothing_unpacked_from_nowhere(sass)
