@@ -1,7 +1,8 @@
 """The blocks of the interventions: each model trained through an attention with one thing wrong, beside its control.
 
 A difference from a control is judged against models that should not differ: bf16 from several seeds where the file has
-them, and until then the attentions without a fault, all from the same weights.
+them, and until then the attentions without a fault, all from the same weights. Both yardsticks are printed: an intervention
+and its control share their first weights, so that chance may move them by less than seeds do.
 """
 
 from __future__ import annotations
@@ -64,12 +65,21 @@ def residuals(run: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def draws() -> dict[str, float]:
+    """bf16 from each of its first weights."""
+    again = seeds(runs("faults"), named("faults")[BASE])
+    return {run["name"]: mean(run) for run in again.values()}
+
+
+def sound() -> dict[str, float]:
+    """Every attention without fault, sink or breakdown, from the same first weights."""
+    found = [run for run in runs("faults") if run["control"] is None and run["seed"] == 0]
+    return {run["name"]: mean(run) for run in found if not (broken(run) or sunk(run))}
+
+
 def unfaulted() -> dict[str, float]:
-    """Models that should not differ: bf16 from other weights, or else every attention without fault, sink or breakdown."""
-    found = runs("faults")
-    again = seeds(found, named("faults")[BASE])
-    sound = [run for run in found if run["control"] is None and run["seed"] == 0 and not (broken(run) or sunk(run))]
-    return {run["name"]: mean(run) for run in (again.values() if len(again) > 1 else sound)}
+    """Models that should not differ: bf16 from other weights, or else attentions without a fault."""
+    return draws() if len(draws()) > 1 else sound()
 
 
 def differences() -> dict[str, float]:
@@ -117,19 +127,41 @@ def faults_words() -> list[str]:
     against = differences()
     plain = {n: gap for n, gap in against.items() if not (broken(mine[n]) or sunk(mine[n]))}
     beyond, near, between = floor.sorted(plain)
+    other = {n: gap for n, gap in against.items() if n not in plain}
     elsewhere = leak_floor(runs("leak")).size
     if all(mine[name]["seed"] == 0 for name in same):
         what += " that have no fault and the same first weights"
+        shorter = ""
     else:
         what += " that differ in nothing but the seed of their weights"
+        close = Floor(list(sound().values()))
+        shorter = (
+            f"{COUNTS[len(sound())].capitalize()} models without a fault from the same first weights "
+            f"({'; '.join(map(code, sound()))}) differ by {close.size:.4f}, a shorter yardstick from fewer models, with its "
+            f"bound at {close.bound:.3f}. "
+        )
     return [
         f"**The yardstick is {floor.size:.4f}**: so much {what} differ, by pairs (root mean square); if such losses are normal, "
-        f"another pair stays at 95% below {floor.times:.1f} times that, {floor.bound:.3f}. (Between bf16 models of different "
-        f"first weights the leak study, whose models are larger, has {elsewhere:.4f}.) Beyond that bound: {listed(beyond)}. "
-        f"Within the yardstick itself: {listed(near)}. In between: {listed(between)}. Runs whose own level is another, so that "
-        "this yardstick may be too short for them: "
-        + listed({n: gap for n, gap in against.items() if n not in plain}, None)
-        + "."
+        f"another pair stays at 95% below {floor.times:.1f} times that, {floor.bound:.3f}. {shorter}(Between bf16 models of "
+        f"different first weights the leak study, whose models are larger, has {elsewhere:.4f}.) Beyond {floor.bound:.3f}: "
+        f"{listed(beyond)}. Within the yardstick itself: {listed(near)}. In between: {listed(between)}. Runs whose own level is "
+        f"another, so that this yardstick may be too short for them, in multiples of it: {listed(other, floor, 'yardstick')}."
+    ]
+
+
+@block
+def faults_range() -> list[str]:
+    """Where each model's loss lies among those of bf16's seeds, whichever its control."""
+    losses, mine = draws(), named("faults")
+    least, most, middle = min(losses.values()), max(losses.values()), statistics.fmean(losses.values())
+    first = {n: mean(run) for n, run in mine.items() if run["seed"] == 0 and n not in losses and not run["diverged_at"]}
+    within = {n: loss - middle for n, loss in first.items() if least <= loss <= most}
+    without = {n: loss - middle for n, loss in first.items() if n not in within}
+    told = ", ".join(f"{loss:.4f}" for loss in sorted(losses.values()))
+    return [
+        f"Losses of {COUNTS[len(losses)]} bf16 models, by size: {told}; mean {middle:.4f}, from which `{BASE}` itself is "
+        f"{losses[BASE] - middle:+.4f} away. Between the least and the greatest of them, and so far from that mean: "
+        f"{listed(within)}. Outside: {listed(without)}."
     ]
 
 
@@ -139,6 +171,7 @@ def faults_beside() -> list[str]:
     mine, said, bound = named("faults"), [], Floor(list(unfaulted().values())).bound
     for a, b in (
         ("U's scales 2^10", "as much of U zeroed by chance"),
+        ("blocks of 256 forward, 128 backward", "blocks of 256"),
         ("approximate in the forward only", BASE),
         ("secant in the forward only", BASE),
         ("sink, O from the exact V", SINK),

@@ -96,9 +96,9 @@ class Floor:
         return far, near, {name: gap for name, gap in gaps.items() if name not in far and name not in near}
 
 
-def listed(gaps: dict[str, float], floor: Floor | None = None) -> str:
+def listed(gaps: dict[str, float], floor: Floor | None = None, called: str = "floor") -> str:
     """Differences by name; with a floor also as multiples of it."""
-    times = (lambda gap: f" ({abs(gap) / floor.size:.1f} times the floor)") if floor else (lambda gap: "")
+    times = (lambda gap: f" ({abs(gap) / floor.size:.1f} times the {called})") if floor else (lambda gap: "")
     return "; ".join(f"{code(name)} {gap:+.4f}{times(gap)}" for name, gap in gaps.items()) or "none"
 
 
