@@ -20,6 +20,7 @@ import tables_faults  # noqa: F401
 import tables_limits  # noqa: F401
 import tables_more  # noqa: F401
 import tables_parallel  # noqa: F401
+import tables_routes  # noqa: F401
 import tables_study  # noqa: F401
 from results import BLOCKS, FP8, OURS_AUDITED, ROOT, block, load, masses, of_rounds, small, table
 
