@@ -67,9 +67,10 @@ def main() -> None:
         q, k, v, do, cu = workload.inputs("cuda")
         documents, scale = Documents(cu, cu, None, 0), workload.dim**-0.5
         calls: dict[tuple[str, str], timing.Timed] = {}
-        bits = []
+        bits, kept = [], []  # a graph reads memory, not tensors: they must live as long as it does
         for name, room in rooms.items():
             o, lse, rest, saved = room.forward_saving(q, k, v, documents, RECIPE, scale)
+            kept.append((o, lse, rest, saved))
 
             def backward(wanted, room=room, o=o, lse=lse, rest=rest, saved=saved):
                 grads = room.backward(do, None, q, k, None, o, lse, rest, documents, RECIPE, scale, saved, wanted)
