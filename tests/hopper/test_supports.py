@@ -65,21 +65,24 @@ def test_what_has_no_kernel_is_told(recipe, options, says, monkeypatch):
     assert says in (reason(recipe, monkeypatch, **options) or "")
 
 
-@pytest.mark.parametrize(
-    "left, right, kind", [(None, None, 0), (None, 0, 1), (200, 0, 1), (200, 40, 2), (None, 40, 2), (200, None, 2)]
-)
-def test_where_scores_are_made_of_what_was_given(left, right, kind):
+@pytest.mark.parametrize("left, right, edge", [(None, None, False), (None, 0, True), (200, 0, True)])
+def test_where_scores_are_made_of_what_was_given(left, right, edge):
     cu = torch.tensor([0, 300], dtype=torch.int32)
-    assert launch.frontier_kind(launch.EDGE, Documents(cu, cu, left, right)) == kind
-    assert launch.frontier_kind(launch.PLAIN, Documents(cu, cu.clone(), left, right)) == 0
+    assert launch.has_edge(launch.EDGE, Documents(cu, cu, left, right)) is edge
+    assert launch.has_edge(launch.PLAIN, Documents(cu, cu.clone(), left, right)) is False
+
+
+@pytest.mark.parametrize("left, right", [(200, 40), (None, 40), (200, None)])
+def test_other_masks_are_refused_there(left, right):
+    cu = torch.tensor([0, 300], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="under a causal mask"):
+        launch.has_edge(launch.EDGE, Documents(cu, cu, left, right))
 
 
 def test_keys_with_offsets_of_their_own_are_refused_there():
     """Blocks of queries would not lie on blocks of keys, and which are which is on the device."""
     cu = torch.tensor([0, 300], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="cu_seqlens_k"):
-        launch.frontier_kind(launch.EDGE, Documents(cu, cu + 0, None, 0))
-    assert launch.frontier_kind(launch.EDGE, Documents(cu, cu + 0, None, None)) == 0  # no mask, no edge
-    assert (
-        launch.frontier_kind(launch.EDGE, Documents(cu, cu + 0, None, 0, aligned=True)) == 1
-    )  # somebody vouches for it
+        launch.has_edge(launch.EDGE, Documents(cu, cu + 0, None, 0))
+    assert not launch.has_edge(launch.EDGE, Documents(cu, cu + 0, None, None))  # no mask, no edge
+    assert launch.has_edge(launch.EDGE, Documents(cu, cu + 0, None, 0, aligned=True))  # somebody vouches for it

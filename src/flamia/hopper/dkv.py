@@ -10,6 +10,10 @@ One CTA holds 128 keys of one key head: two consumer warpgroups with 64 keys eac
 in registers while all queries of all heads of the group pass in steps of 64, ascending: no atomics, one order. A operands
 of the two 16-bit products come straight from registers. No product is under way across the end of a step: ptxas would
 serialise all of them; a step's U crosses it instead, as the operand of a product that the next step starts.
+
+FRONTIER (`frontier_scores=bf16`): steps at the mask's edge make S from K as given, resident beside its codes, and from the tile
+of Q as given that dK reads anyway. All its steps start S before the product of the last step's U (EARLY): in the other order
+the assembler puts addresses between the parts of S, and the other warpgroup's products come in between (docs/lab-log.md).
 """
 
 from __future__ import annotations
@@ -40,10 +44,7 @@ def dkv_producer(k_desc, v_desc, kf_desc, vf_desc, q_desc, g_desc, qb_desc, clea
         announce(slots, 4, shift)
         announce(slots, 5, first)
         announce(slots, 6, end)
-        if FRONTIER:
-            mbarrier.expect(kv_full, 8 * 64 * D + 2 * 512)
-        else:
-            mbarrier.expect(kv_full, 4 * 64 * D + 2 * 512)
+        mbarrier.expect(kv_full, (8 if FRONTIER else 4) * 64 * D + 2 * 512)
         for c in gl.static_range(2):
             if FRONTIER:
                 tma_load(kb_desc, [out_row + c * 64, hk * D], kv_full, kbs.index(c))
@@ -162,7 +163,6 @@ def dkv_consumer(c, DK, DV, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slo
     else:
         zero_edge = zero
         k_edge = ks.index(c)
-    EARLY: gl.constexpr = FRONTIER > 0
     k = ks.index(c)
     v = vs.index(c)
     i = 0
@@ -182,7 +182,7 @@ def dkv_consumer(c, DK, DV, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slo
         full_first = gl.minimum(gl.maximum(full_first, first), end)
         full_end = end
         if LEFT:
-            full_end = gl.maximum(k0 + left - shift - (STEP - 1) + STEP, 0) // STEP * (STEP // BM)
+            full_end = gl.maximum(k0 + left - shift + 1, 0) // STEP * (STEP // BM)
             full_end = gl.minimum(gl.maximum(full_end, full_first), end)
         local = c * 64 + gl.arange(0, 64, layout=RL)
         key = k0 + local
@@ -204,24 +204,25 @@ def dkv_consumer(c, DK, DV, ks, vs, kbs, rows, qs, gs, qbs, gbs, fs, ls, ds, slo
                 start = gl.where(at_edge, first + 1, first)
                 i, u, dk, dv = dkv_steps(
                     first, start, last, i, u, dk, dv, k_edge, v, kf_edge, vf, key, zero, zero_edge, shift, left, right, qs, gs,
-                    qbs, gbs, fs, ls, ds, full, empty, True, True, LEFT, True, EARLY, BM, ST, SL, DOT)  # fmt: skip
+                    qbs, gbs, fs, ls, ds, full, empty, True, True, LEFT, True, FRONTIER, BM, ST, SL, DOT)  # fmt: skip
             i, u, dk, dv = dkv_steps(
                 start, first + 1, last, i, u, dk, dv, k, v, kf, vf, key, zero, zero, shift, left, right, qs, gs,
-                qbs, gbs, fs, ls, ds, full, empty, True, False, LEFT, True, EARLY, BM, ST, SL, DOT)  # fmt: skip
+                qbs, gbs, fs, ls, ds, full, empty, True, False, LEFT, True, FRONTIER, BM, ST, SL, DOT)  # fmt: skip
             start = first + 1
             for _g in range(group):
                 i, u, dk, dv = dkv_steps(
                     start, full_first, last, i, u, dk, dv, k_edge, v, kf_edge, vf, key, zero, zero_edge, shift, left, right,
-                    qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, FRONTIER, LEFT, False, EARLY, BM, ST, SL, DOT)  # fmt: skip
+                    qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, FRONTIER, LEFT, False, FRONTIER, BM, ST, SL,
+                    DOT)  # fmt: skip
                 i, u, dk, dv = dkv_steps(
                     gl.maximum(start, full_first), full_end, last, i, u, dk, dv, k, v, kf, vf, key, zero, zero,
                     shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full, empty, False, False, LEFT, False,
-                    EARLY, BM, ST, SL, DOT)  # fmt: skip
+                    FRONTIER, BM, ST, SL, DOT)  # fmt: skip
                 if LEFT:
                     i, u, dk, dv = dkv_steps(
                         gl.maximum(start, full_end), end, last, i, u, dk, dv, k_edge, v, kf_edge, vf, key, zero, zero_edge,
                         shift, left, right, qs, gs, qbs, gbs, fs, ls, ds, full, empty, True, FRONTIER, LEFT, False,
-                        EARLY, BM, ST, SL, DOT)  # fmt: skip
+                        FRONTIER, BM, ST, SL, DOT)  # fmt: skip
                 start = first
             sp = (i + ST - 1) % ST
             tk = warpgroup_mma(u, qbs.index(sp), dk, is_async=True)

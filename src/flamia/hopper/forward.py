@@ -21,6 +21,10 @@ The LSE counts the weights before they are rounded to BF16. The second warpgroup
 reads and shuffles also wait in; so the factors of the keys are read before the products are started, and the sum of a row
 is kept per thread and crosses lanes once, at the end. Where each 32 keys of a step have one factor (they mostly have, see
 quantize.py) a step multiplies by four numbers a row instead of a vector: a sixth of its instructions less, the same bits.
+
+FRONTIER (`frontier_scores=bf16`): the block's own step comes first, with S from Q and K as given. Its tiles take two stages of
+the ring: K lies where the V of one would, the halves of Q where codes of K would. The first row of a block sees one key there,
+whose score alone would be its reference, so the second step moves every reference to its maximum, whatever LAG says.
 """
 
 from __future__ import annotations
@@ -286,7 +290,7 @@ def forward_consumer(c, O, REST, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_e
         acc = gl.full([64, D], 0.0, gl.float32, layout=OL)
         if first < end:
             last = i + end - 1 - first
-            if FRONTIER == 0:
+            if not FRONTIER:
                 w, m, i = first_step(first, i, a, q, row, zero, lk, left, right, unit, ks, vs, fs, k_full, v_full, empty,
                                      False, LEFT, D, BN, ST, SL, c)  # fmt: skip
             else:
@@ -298,7 +302,7 @@ def forward_consumer(c, O, REST, LSE, qs, qf, ks, vs, fs, gs, slots, q_full, q_e
             p = operand(w, DOT)
             mbarrier.wait(k_full.index((i + 1) % ST), ((i + 1) // ST) & 1, pred=i < last)
             i += 1
-            if FRONTIER == 0:
+            if not FRONTIER:
                 if LEFT:
                     i, p, acc, m, l = forward_steps(
                         first + 1, full_first, last, None, i, p, acc, m, l, a, q, row, zero, lk, left, right, unit, ks, vs, fs,

@@ -155,23 +155,28 @@ def sides(documents: Documents) -> tuple[int, int]:
     return left, right
 
 
-def frontier_kind(recipe: Recipe, documents: Documents) -> int:
-    """0: no pair of blocks has its scores from Q and K as given. 1: of those at the right edge that a block of queries sees
-    there is one, its own (causal). 2: there may be more of them, or none.
+def has_edge(recipe: Recipe, documents: Documents) -> bool:
+    """Whether a block of queries has its scores with its own block of keys from Q and K as given.
 
-    Which pairs these are is a matter of blocks of positions, so blocks of queries must lie on blocks of keys: a document's
-    last query is its last key, wherever it ends, only if it has as many of the one as of the other.
+    Which pairs of blocks straddle the mask's right edge is a matter of positions, so blocks of queries must lie on blocks of
+    keys: a document's last query is its last key, wherever it ends, only if it has as many of the one as of the other. And
+    the kernels are made for one such pair, which there is where the mask is causal; without a mask there is none.
     """
     left, right = sides(documents)
     if recipe.full == recipe.frontier or min(left, right) == OPEN:
-        return 0
+        return False
     if documents.cu_q.data_ptr() != documents.cu_k.data_ptr() and not documents.aligned:
         raise UnsupportedError(
             f"recipe {str(recipe)!r}: the kernels compute it where queries and keys are the same tokens, not with offsets of "
             f"their own for the keys (cu_seqlens_k, or another length). Leave those out, take {str(PLAIN)!r}, or ask for "
             f"backend='reference'"
         )
-    return 1 if right == 0 else 2
+    if right != 0:
+        raise UnsupportedError(
+            f"recipe {str(recipe)!r}: the kernels compute it under a causal mask, with or without a window to the left, "
+            f"not under left = {documents.left}, right = {documents.right}. Take {str(PLAIN)!r}, or ask for backend='reference'"
+        )
+    return True
 
 
 def exponent_of(scale: float) -> float:
@@ -199,25 +204,20 @@ def forward_saving(
         o = torch.zeros(tq, hq, d, dtype=q.dtype, device=q.device)
         rest = torch.zeros_like(o) if compensated else none
         return o, q.new_full((hq, tq), -math.inf, dtype=torch.float32), rest, empty_saved(q, k, documents)
+    edge = has_edge(recipe, documents)
     o = torch.empty(tq, hq, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(hq, tq, dtype=torch.float32, device=q.device)
     rest = torch.zeros_like(o) if compensated else none
     saved, e, v_decoded = encode(q, k, v, documents, scale, o, lse)
     left, right = sides(documents)
-    frontier = frontier_kind(recipe, documents)
-    if frontier == 2:
-        raise UnsupportedError(
-            f"recipe {str(recipe)!r}: the kernels compute it under a causal mask, with or without a window to the left, "
-            f"not under left = {documents.left}, right = {documents.right}. Take {str(PLAIN)!r}, or ask for backend='reference'"
-        )
-    q_given, k_given = (packed(q), packed(k)) if frontier else (o, o)  # not read
+    q_given, k_given = (packed(q), packed(k)) if edge else (o, o)  # not read
     q_pad, k_pad = e.plan.q_capacity * BLOCK, e.plan.k_capacity * BLOCK
     forward_kernel[grid(e.plan.q_capacity * hq, q.device)](
         tiles(e.q_codes, 64, d), vectors(e.q_factor, 64), tiles(e.k_codes, 128, d), tiles(v_decoded, 128, d),
         vectors(e.k_factor, 128), vectors(e.k_groups, SHARED), packed_tiles(q_given, 64), packed_tiles(k_given, 128), o,
         rest, lse, e.plan.q_items, e.plan.counts, q_pad, k_pad, o.stride(0), lse.stride(0), left, right, exponent_of(scale), hq,
         hq // hk, heads_together(e.plan.q_capacity, q.device), D=d, BN=128, LEFT=left < OPEN,
-        FRONTIER=frontier, REMAINDER=compensated, **TUNING["forward", d], **OPTIONS,
+        FRONTIER=edge, REMAINDER=compensated, **TUNING["forward", d], **OPTIONS,
     )  # fmt: skip
     return o, lse, rest, saved
 
@@ -265,7 +265,7 @@ def backward(
         HAS_DLSE=dlse is not None, REMAINDER=recipe.delta == "compensated", D=d, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     left, right = sides(documents)
-    window, frontier = left < OPEN, frontier_kind(recipe, documents)
+    window, edge = left < OPEN, has_edge(recipe, documents)
     kv_tuning, q_tuning = TUNING["dkv", d], TUNING["dq", d]
     bm, bn = kv_tuning["BM"], q_tuning["BN"]
     if wanted[1] or wanted[2]:
@@ -274,7 +274,7 @@ def backward(
             tiles(e.q_codes, bm, d), tiles(g_codes, bm, d), packed_tiles(q, bm), packed_tiles(q_clean, bm),
             tiles(g_wide, bm, d), vectors(e.q_factor, bm), vectors(lse2, bm), vectors(delta, bm), packed_tiles(k, 64), dk,
             dv, layout.k_items, turns, q_pad, k_pad, scale, exponent_of(scale), left, right, hk, hq // hk,
-            heads_together(layout.k_capacity, device), D=d, LEFT=window, FRONTIER=frontier, **kv_tuning, **OPTIONS,
+            heads_together(layout.k_capacity, device), D=d, LEFT=window, FRONTIER=edge, **kv_tuning, **OPTIONS,
         )  # fmt: skip
     if wanted[0]:
         dq_kernel[grid(layout.q_capacity * hq, device)](
@@ -282,7 +282,7 @@ def backward(
             vectors(delta, 64), tiles(e.k_codes, bn, d), tiles(e.v_codes, bn, d), packed_tiles(k, bn),
             packed_tiles(k_clean, bn), vectors(e.k_factor, bn), vectors(e.v_factor, bn), vectors(e.k_groups, SHARED),
             packed_tiles(q, 64), dq, layout.q_items, turns, q_pad, k_pad, scale, exponent_of(scale), left, right, hq,
-            hq // hk, heads_together(layout.q_capacity, device), D=d, LEFT=window, FRONTIER=frontier, **q_tuning,
+            hq // hk, heads_together(layout.q_capacity, device), D=d, LEFT=window, FRONTIER=edge, **q_tuning,
             **OPTIONS,
         )  # fmt: skip
     return dq, dk, dv
