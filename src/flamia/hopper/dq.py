@@ -5,8 +5,8 @@
 The same weights as in the dK/dV pass (dkv.py), made again: two passes need no transposed U through shared memory, no
 atomics and no order between CTAs, and dQ is summed in registers: steps at the mask's right edge first, from the last one
 down, then the others, ascending. So masks stand in steps before the main loop and nowhere behind it, and, with FRONTIER, so do
-scores from Q as given, resident beside its codes, and the tiles of K as given that dQ reads anyway. One CTA holds 128 queries of one
-head, two consumer warpgroups with 64 rows each. S and E of the next step are started before dQ of this one, so that the
+scores from Q as given, resident beside its codes, and the tiles of K as given that dQ reads anyway. One CTA holds 128 queries
+of one head, two consumer warpgroups with 64 rows each. S and E of the next step are started before dQ of this one, so that the
 next weights are made under it.
 """
 
