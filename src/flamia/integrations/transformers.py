@@ -303,10 +303,13 @@ class _Attention:
         if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k come together: give both, or neither")
         if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-            cu_q, cu_k = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
+            cu_q = cu_seq_lens_q.to(torch.int32)
+            # one tensor stays one: it says that queries and keys are the same tokens
+            cu_k = cu_q if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k.to(torch.int32)
         elif not causal:
             step = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-            cu_q, cu_k = step * queries, step * keys
+            cu_q = step * queries
+            cu_k = cu_q if keys == queries else step * keys
         else:
             if attention_mask is None:
                 attention_mask = _plain(batch, queries, keys, query.device)

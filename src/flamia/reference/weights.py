@@ -121,7 +121,8 @@ def _largest_visible(fold: Fold, visible: Tensor) -> Tensor:
 
 def _square_amax(x: Tensor) -> Tensor:
     rows = -x.shape[-2] % GROUP
-    tiles = torch.nn.functional.pad(x.abs(), (0, 0, 0, rows)).unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
+    magnitude = torch.where(x.isnan(), 0.0, x.abs())  # a row that is lost is no reason to round its neighbours coarsely
+    tiles = torch.nn.functional.pad(magnitude, (0, 0, 0, rows)).unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
     largest = tiles.amax((-1, -3)).repeat_interleave(GROUP, -1).repeat_interleave(GROUP, -2)
     return largest[..., : x.shape[-2], :]
 

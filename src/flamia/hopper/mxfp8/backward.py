@@ -136,7 +136,9 @@ def dkv_kernel(Q, QG, QF, QM, G, GF, GM, LSE2, DELTA, K, KG, KF, KM, V, VG, DK, 
         kf = tl.load(KM + r)
         key = k0 + local
         k, v, edge_k, edge_v = K + tile, V + tile, KG + tile, VG + tile
-        # blocks of queries that see the whole block of keys; positions of queries are `shift` ahead of their rows
+        # A full pair may hold keys behind the document's end where the right side is wide or open. In `strict` they disturb
+        # nobody: a scale belongs to one key, and their rows are not stored. In a square of `fast` they would: there is a mask.
+        # Blocks of queries that see the whole block of keys; positions of queries are `shift` ahead of their rows
         full_first = first
         full_end = end
         if RIGHT:
@@ -152,7 +154,7 @@ def dkv_kernel(Q, QG, QF, QM, G, GF, GM, LSE2, DELTA, K, KG, KF, KM, V, VG, DK, 
             dk, dv = _dkv_steps(first, full_first, dk, dv, edge_k, edge_v, kf, key, keys, shift, left, right, exponent, QG, QF,
                                 QM, G, GF, GM, LSE2, DELTA, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip
             dk, dv = _dkv_steps(full_first, full_end, dk, dv, k, v, kf, key, keys, shift, left, right, exponent, Q, QF, QM, G,
-                                GF, GM, LSE2, DELTA, at, False, not RIGHT, STRICT, LEFT, RIGHT, D)  # fmt: skip
+                                GF, GM, LSE2, DELTA, at, False, not (RIGHT and STRICT), STRICT, LEFT, RIGHT, D)  # fmt: skip
             if LEFT:
                 dk, dv = _dkv_steps(full_end, end, dk, dv, edge_k, edge_v, kf, key, keys, shift, left, right, exponent, QG, QF,
                                     QM, G, GF, GM, LSE2, DELTA, at, STRICT, True, STRICT, LEFT, RIGHT, D)  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import by_constant, e4m3, full_keys, inverse_of, seen
+from .steps import by_constant, e4m3, full_keys, seen, unfolded
 
 LAG = tl.constexpr(2.0)
 BOOST = tl.constexpr(64.0)  # 2^6: weights reach 2^LAG, and E4M3 ends at 448
@@ -44,7 +44,7 @@ def _steps(lo, hi, acc, m, total, top, Q, qf, query, keys, left, right, K, KM, V
             vf = tl.load(VF + r)
             top = tl.maximum(top, tl.max(vf, 0))
             reference = tl.where(top == 0, 1.0, top)
-            w = e4m3(p * (vf * (BOOST / reference))[None, :]) * (inverse_of(vf) * (reference * (1 / BOOST)))[None, :]
+            w = e4m3(p * (vf * (BOOST / reference))[None, :]) * unfolded(reference * (1 / BOOST), vf)[None, :]
             w = w.to(tl.bfloat16)
         else:
             w = by_constant(p, BOOST)

@@ -23,9 +23,10 @@ LOG2E = math.log2(math.e)
 STRICT = Recipe.strict("mxfp8")
 FAST = Recipe.fast("mxfp8", dq_accumulator="fp32")
 RECIPES = (STRICT, FAST)
-FORWARD = {"BM": 128, "num_warps": 8, "num_stages": 2}
-DQ = {"BM": 64, "num_warps": 4, "num_stages": 2}
-DKV = {"BN": 32, "num_warps": 4, "num_stages": 2}
+FUSE = {"enable_fp_fusion": True}  # releases of Triton differ in whether they fuse unasked
+FORWARD = {"BM": 128, "num_warps": 8, "num_stages": 2} | FUSE
+DQ = {"BM": 64, "num_warps": 4, "num_stages": 2} | FUSE
+DKV = {"BN": 32, "num_warps": 4, "num_stages": 2} | FUSE
 
 
 class Operand(NamedTuple):
@@ -59,7 +60,7 @@ def encode(x: Tensor, plan: Plan, side: int, block: bool, strict: bool) -> Opera
     out = empty_operand(x, blocks * BLOCK, strict)
     encode_kernel[(blocks * (BLOCK // GROUP), x.shape[1])](
         x, *out, records, plan.counts, side, x.stride(0), x.stride(1), blocks * BLOCK,
-        BLOCK=block, STRICT=strict, D=x.shape[2], num_warps=4,
+        BLOCK=block, STRICT=strict, D=x.shape[2], num_warps=4, **FUSE,
     )  # fmt: skip
     return out
 
@@ -80,12 +81,11 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, documents: Documents, recipe: Recip
     left, right = (OPEN if side is None else min(side, OPEN) for side in (documents.left, documents.right))
     strict = recipe.safety == "strict"
     plan = plan_of(q, k, documents)
+    keys, values = encode(k, plan, 1, True, strict), encode(v, plan, 1, True, strict)
+    keys.mark.mul_(values.mark)  # a row that sees a token is as finite as its key and its value
     return Call(
-        plan,
-        encode(q, plan, 0, not strict, strict),
-        encode(k, plan, 1, True, strict),
-        encode(v, plan, 1, True, strict),
-        left, right, {"STRICT": strict, "LEFT": left < OPEN, "RIGHT": right < OPEN, "D": q.shape[2]},
+        plan, encode(q, plan, 0, not strict, strict), keys, values, left, right,
+        {"STRICT": strict, "LEFT": left < OPEN, "RIGHT": right < OPEN, "D": q.shape[2]},
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def backward(
     encode_gradient_kernel[(plan.q_capacity * (BLOCK // GROUP), hq)](
         do, o, lse, lse if dlse is None else dlse, *g, lse2, delta, plan.q_blocks, plan.counts, do.stride(0), do.stride(1),
         o.stride(0), o.stride(1), lse.stride(0), *((0, 0) if dlse is None else dlse.stride()), q_pad, call.left, call.right,
-        BLOCK=recipe.safety == "fast", HAS_DLSE=dlse is not None, num_warps=4, **call.options,
+        BLOCK=recipe.safety == "fast", HAS_DLSE=dlse is not None, num_warps=4, **call.options, **FUSE,
     )  # fmt: skip
     rows = (*call.q, g.rounded, g.factor, g.mark, lse2, delta)
     keys = (*call.k, call.v.rounded, call.v.given)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .encode import e4m3, power, scale_exponent
+from .encode import LARGEST, e4m3, power, scale_exponent
 
 
 @triton.jit
@@ -51,12 +51,18 @@ def inverse_of(factor):
 
 
 @triton.jit
+def unfolded(scale, factor):
+    """scale / factor, finite: where it would not be, what it multiplies has rounded to zero."""
+    return tl.minimum(scale * inverse_of(factor), LARGEST)
+
+
+@triton.jit
 def by_line(x, factor, AXIS: tl.constexpr):
     """Weights rounded with one scale for each line along AXIS, after the other operand's scales are folded in: what is
     rounded is x * factor; what comes back is that over factor, to meet the operand's rounded values."""
     y = x * factor
     scale, inverse = scale_of(tl.max(tl.abs(y), AXIS, keep_dims=True))
-    return (e4m3(y * inverse) * (scale * inverse_of(factor))).to(tl.bfloat16)
+    return (e4m3(y * inverse) * unfolded(scale, factor)).to(tl.bfloat16)
 
 
 @triton.jit
