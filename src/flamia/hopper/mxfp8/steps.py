@@ -28,8 +28,8 @@ def full_keys(position, first, end, left, right, LEFT: tl.constexpr, RIGHT: tl.c
 
 @triton.jit
 def seen(query, key, keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Which pairs of positions are visible; `query` and `key` broadcast against each other."""
-    visible = (key < keys) & (query == query)
+    """Which pairs of positions are visible; `query` and `key`, and so what comes back, broadcast against each other."""
+    visible = key < keys
     if RIGHT:
         visible = visible & (key <= query + right)
     if LEFT:
