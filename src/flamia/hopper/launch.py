@@ -155,6 +155,16 @@ def sides(documents: Documents) -> tuple[int, int]:
     return left, right
 
 
+def need_the_same_tokens(recipe: Recipe, documents: Documents) -> None:
+    """Where blocks of queries must lie on blocks of keys: they do if both are the same tokens, or somebody vouches for it."""
+    if documents.cu_q.data_ptr() != documents.cu_k.data_ptr() and not documents.aligned:
+        raise UnsupportedError(
+            f"recipe {str(recipe)!r}: the kernels compute it where queries and keys are the same tokens, not with offsets of "
+            f"their own for the keys (cu_seqlens_k, or another length). Leave those out, take {str(PLAIN)!r}, or ask for "
+            f"backend='reference'"
+        )
+
+
 def has_edge(recipe: Recipe, documents: Documents) -> bool:
     """Whether a block of queries has its scores with its own block of keys from Q and K as given.
 
@@ -165,12 +175,7 @@ def has_edge(recipe: Recipe, documents: Documents) -> bool:
     left, right = sides(documents)
     if recipe.full == recipe.frontier or min(left, right) == OPEN:
         return False
-    if documents.cu_q.data_ptr() != documents.cu_k.data_ptr() and not documents.aligned:
-        raise UnsupportedError(
-            f"recipe {str(recipe)!r}: the kernels compute it where queries and keys are the same tokens, not with offsets of "
-            f"their own for the keys (cu_seqlens_k, or another length). Leave those out, take {str(PLAIN)!r}, or ask for "
-            f"backend='reference'"
-        )
+    need_the_same_tokens(recipe, documents)
     if right != 0:
         raise UnsupportedError(
             f"recipe {str(recipe)!r}: the kernels compute it under a causal mask, with or without a window to the left, "

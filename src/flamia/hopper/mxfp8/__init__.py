@@ -7,7 +7,8 @@ instructions than 8-bit products save. So nothing is gained over BF16 but the ar
 kernels.
 
     encode.py               rounded tensors, factors, marks
-    steps.py                masks and rounded weights
+    rounding.py             numbers and weights to E4M3
+    steps.py                full pairs and masks
     forward.py, backward.py the kernels
     launch.py               tensors to kernels
 """

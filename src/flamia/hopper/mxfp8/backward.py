@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import by_constant, by_line, by_square, full_keys, seen
+from .rounding import by_constant, by_line, gradient_weights
+from .steps import full_keys, seen
 
 DV_BOOST = tl.constexpr(256.0)  # 2^8: P of dV is at most 1
 
@@ -32,13 +33,7 @@ def _dq_steps(lo, hi, dq, Q, G, qf, lse2, delta, query, keys, left, right, K, KF
         u = p * (tl.dot(g, tl.trans(tl.load(V + tile))) - delta[:, None])
         if MASK:
             u = tl.where(seen(query[:, None], key[None, :], keys, left, right, LEFT, RIGHT), u, 0.0)
-        if EDGE:
-            w = u.to(tl.bfloat16)
-        elif STRICT:
-            w = by_line(u, tl.load(KF + r)[None, :], 1)
-        else:
-            w = by_square(u)
-        dq = tl.dot(w, k, dq)
+        dq = tl.dot(gradient_weights(u, KF, r, EDGE, STRICT), k, dq)
     return dq
 
 
@@ -98,7 +93,7 @@ def _dkv_steps(lo, hi, dk, dv, K, V, kf, key, keys, shift, left, right, exponent
         if EDGE:
             w = p.to(tl.bfloat16)
         elif STRICT:
-            w = by_line(p, tl.load(GF + r)[None, :], 1)
+            w = by_line(p, tl.load(GF + r))
         else:
             w = by_constant(p, DV_BOOST)
         g = tl.load(G + tile)
@@ -106,13 +101,7 @@ def _dkv_steps(lo, hi, dk, dv, K, V, kf, key, keys, shift, left, right, exponent
         u = p * (tl.dot(v, tl.trans(g)) - tl.load(DELTA + r)[None, :])
         if MASK:
             u = tl.where(visible, u, 0.0)
-        if EDGE:
-            w = u.to(tl.bfloat16)
-        elif STRICT:
-            w = by_line(u, tl.load(QF + r)[None, :], 1)
-        else:
-            w = by_square(u)
-        dk = tl.dot(w, q, dk)
+        dk = tl.dot(gradient_weights(u, QF, r, EDGE, STRICT), q, dk)
     return dk, dv
 
 
@@ -136,9 +125,9 @@ def dkv_kernel(Q, QG, QF, QM, G, GF, GM, LSE2, DELTA, K, KG, KF, KM, V, VG, DK, 
         kf = tl.load(KM + r)
         key = k0 + local
         k, v, edge_k, edge_v = K + tile, V + tile, KG + tile, VG + tile
-        # A full pair may hold keys behind the document's end where the right side is wide or open. In `strict` they disturb
-        # nobody: a scale belongs to one key, and their rows are not stored. In a square of `fast` they would: there is a mask.
-        # Blocks of queries that see the whole block of keys; positions of queries are `shift` ahead of their rows
+        # Blocks of queries that see the whole block of keys; positions of queries are `shift` ahead of their rows. Such a pair
+        # may hold keys behind the document's end where the right side is wide or open. In `strict` they disturb nobody: a
+        # scale belongs to one key, and their rows are not stored. In a square of `fast` they would: there is a mask.
         full_first = first
         full_end = end
         if RIGHT:

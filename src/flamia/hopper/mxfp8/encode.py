@@ -17,32 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr(32)
-LARGEST = tl.constexpr(3.3895313892515355e38)  # of BF16: numbers between it and float32's would be stored as infinite
+from flamia import quantize
 
+from .rounding import LARGEST, e4m3, power, scale_exponent
+from .steps import full_keys
 
-@triton.jit
-def scale_exponent(amax):
-    """The smallest e >= -127 with amax <= 448 * 2^e, for float32 amax > 0: from its bits, so no logarithm can be off."""
-    bits = amax.to(tl.int32, bitcast=True)
-    return tl.maximum((bits >> 23) - 135 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0), -127)
-
-
-@triton.jit
-def power(e):
-    """2^e as float32, -127 <= e <= 127. -127 is subnormal."""
-    return tl.where(e < -126, 0x00400000, (e + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def e4m3(x):
-    """x (float32) rounded to E4M3: nearest, ties to even, saturating, NaN stays. By arithmetic, as flamia/formats.py does: where
-    a kernel packs E4M3 numbers and unpacks the same ones, the assembler of Triton 3.6 may read them from a register that
-    nobody wrote."""
-    x = tl.minimum(tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL), 448.0, propagate_nan=tl.PropagateNan.ALL)
-    spacing = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 0.015625)
-    magic = spacing * 1572864.0  # 1.5 * 2^20: three bits behind the first
-    return (x + magic) - magic
+GROUP = tl.constexpr(quantize.GROUP)
 
 
 @triton.jit
@@ -69,11 +49,8 @@ def _encode(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store(ROUNDED, GIVEN, FACTOR, MARK, r, rounded, given, factor, mark, TWICE: tl.constexpr, D: tl.constexpr):
-    place = r[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(ROUNDED + place, rounded.to(tl.bfloat16))
-    if TWICE:
-        tl.store(GIVEN + place, given.to(tl.bfloat16))
+def _store(X, FACTOR, MARK, r, x, factor, mark, D: tl.constexpr):
+    tl.store(X + r[:, None] * D + tl.arange(0, D)[None, :], x.to(tl.bfloat16))
     tl.store(FACTOR + r, factor)
     tl.store(MARK + r, mark)
 
@@ -89,11 +66,13 @@ def encode_kernel(X, ROUNDED, GIVEN, FACTOR, MARK, BLOCKS, COUNTS, SIDE: tl.cons
         x = _rows(X, tl.load(record), r, tl.load(record + 1), head, stride_t, stride_h, D)
         rounded, x, factor, mark = _encode(x, BLOCK)
         at = tl.cast(head, tl.int64) * pad_rows + b * 128 + r
-        _store(ROUNDED, GIVEN, FACTOR, MARK, at, rounded, x, factor, mark, STRICT, D)
+        _store(ROUNDED, FACTOR, MARK, at, rounded, factor, mark, D)
+        if STRICT:
+            tl.store(GIVEN + at[:, None] * D + tl.arange(0, D)[None, :], x.to(tl.bfloat16))
 
 
 @triton.jit(do_not_specialize=["lse_stride", "dlse_stride_h", "dlse_stride_t", "left", "right"])
-def encode_gradient_kernel(G, O, LSE, DLSE, ROUNDED, GIVEN, FACTOR, MARK, LSE2, DELTA, BLOCKS, COUNTS, g_stride_t,
+def encode_gradient_kernel(G, O, LSE, DLSE, ROUNDED, FACTOR, MARK, LSE2, DELTA, BLOCKS, COUNTS, g_stride_t,
                            g_stride_h, o_stride_t, o_stride_h, lse_stride, dlse_stride_h, dlse_stride_t, pad_rows, left,
                            right, BLOCK: tl.constexpr, STRICT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                            HAS_DLSE: tl.constexpr, D: tl.constexpr):  # fmt: skip
@@ -106,11 +85,9 @@ def encode_gradient_kernel(G, O, LSE, DLSE, ROUNDED, GIVEN, FACTOR, MARK, LSE2, 
         record = BLOCKS + b * 16
         row, valid, position = tl.load(record), tl.load(record + 1), tl.load(record + 3)
         g, x, factor, mark = _encode(_rows(G, row, r, valid, head, g_stride_t, g_stride_h, D), BLOCK)
-        if STRICT and RIGHT:
-            first = tl.maximum(position - left, 0) // 128
-            if LEFT:
-                first = (tl.maximum(position + 127 - left, 0) + 127) // 128
-            if tl.maximum(position + right + 1, 0) // 128 <= first:
+        if STRICT:  # pairs by positions alone, as if the document had no end
+            first, end = full_keys(position, tl.maximum(position - left, 0) // 128, 1 << 24, left, right, LEFT, RIGHT)
+            if end <= first:
                 g = x
         o = _rows(O, row, r, valid, head, o_stride_t, o_stride_h, D).to(tl.float32)
         delta = tl.sum(g * o, 1)
@@ -122,6 +99,6 @@ def encode_gradient_kernel(G, O, LSE, DLSE, ROUNDED, GIVEN, FACTOR, MARK, LSE2, 
             delta -= dlse
             mark = tl.where(tl.abs(dlse) <= LARGEST, mark, float("nan"))
         at = tl.cast(head, tl.int64) * pad_rows + b * 128 + r
-        _store(ROUNDED, GIVEN, FACTOR, MARK, at, g, g, factor, mark, False, D)
+        _store(ROUNDED, FACTOR, MARK, at, g, factor, mark, D)
         tl.store(LSE2 + at, lse2)
         tl.store(DELTA + at, delta)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import by_constant, e4m3, full_keys, seen, unfolded
+from .rounding import by_constant, e4m3, unfolded
+from .steps import full_keys, seen
 
 LAG = tl.constexpr(2.0)
 BOOST = tl.constexpr(64.0)  # 2^6: weights reach 2^LAG, and E4M3 ends at 448
@@ -64,8 +65,7 @@ def forward_kernel(Q, QG, QM, K, KG, KM, V, VG, VF, O, LSE, ITEMS, COUNTS, q_pad
         row, valid, pad, position = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
         first, end, keys = tl.load(record + 6), tl.load(record + 7), tl.load(record + 5)
         at = tl.cast(h // group, tl.int64) * k_pad + tl.load(record + 4)
-        part = tl.program_id(1) * BM
-        local = part + tl.arange(0, BM)
+        local = tl.program_id(1) * BM + tl.arange(0, BM)
         r = tl.cast(h, tl.int64) * q_pad + pad + local
         feature = tl.arange(0, D)
         tile = r[:, None] * D + feature[None, :]

@@ -12,14 +12,13 @@ from flamia.packing import Documents
 from flamia.quantize import GROUP
 from flamia.recipe import Recipe
 from flamia.saved import BLOCK, sections
-from flamia.validation import UnsupportedError
 
+from ..launch import LOG2E, need_the_same_tokens, sides
 from ..schedule import OPEN, Plan, lay_out, tables
 from .backward import dkv_kernel, dq_kernel
 from .encode import encode_gradient_kernel, encode_kernel
 from .forward import forward_kernel
 
-LOG2E = math.log2(math.e)
 STRICT = Recipe.strict("mxfp8")
 FAST = Recipe.fast("mxfp8", dq_accumulator="fp32")
 RECIPES = (STRICT, FAST)
@@ -78,7 +77,7 @@ class Call(NamedTuple):
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, documents: Documents, recipe: Recipe) -> Call:
-    left, right = (OPEN if side is None else min(side, OPEN) for side in (documents.left, documents.right))
+    left, right = sides(documents)
     strict = recipe.safety == "strict"
     plan = plan_of(q, k, documents)
     keys, values = encode(k, plan, 1, True, strict), encode(v, plan, 1, True, strict)
@@ -93,7 +92,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, recipe: Recipe, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, lse, residual) as in reference/: o (Tq, Hq, D), lse (Hq, Tq) float32, an empty residual."""
-    check(q, k, documents, recipe)
+    need_the_same_tokens(recipe, documents)
     (tq, hq, d), hk = q.shape, k.shape[1]
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     o = torch.zeros(tq, hq, d, dtype=q.dtype, device=q.device)
@@ -115,7 +114,7 @@ def backward(
     documents: Documents, recipe: Recipe, scale: float, wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), in the shapes of q, k and v; those not wanted stay zero."""
-    check(q, k, documents, recipe)
+    need_the_same_tokens(recipe, documents)
     (tq, hq, _), hk = q.shape, k.shape[1]
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not (tq and k.shape[0] and documents.cu_q.numel() > 1):
@@ -128,8 +127,9 @@ def backward(
     lse = lse if lse.stride(1) == 1 else lse.contiguous()
     q_pad, k_pad = plan.q_capacity * BLOCK, plan.k_capacity * BLOCK
     encode_gradient_kernel[(plan.q_capacity * (BLOCK // GROUP), hq)](
-        do, o, lse, lse if dlse is None else dlse, *g, lse2, delta, plan.q_blocks, plan.counts, do.stride(0), do.stride(1),
-        o.stride(0), o.stride(1), lse.stride(0), *((0, 0) if dlse is None else dlse.stride()), q_pad, call.left, call.right,
+        do, o, lse, lse if dlse is None else dlse, g.rounded, g.factor, g.mark, lse2, delta, plan.q_blocks, plan.counts,
+        do.stride(0), do.stride(1), o.stride(0), o.stride(1), lse.stride(0),
+        *((0, 0) if dlse is None else dlse.stride()), q_pad, call.left, call.right,
         BLOCK=recipe.safety == "fast", HAS_DLSE=dlse is not None, num_warps=4, **call.options, **FUSE,
     )  # fmt: skip
     rows = (*call.q, g.rounded, g.factor, g.mark, lse2, delta)
@@ -145,13 +145,3 @@ def backward(
             scale * LOG2E, scale, hk, hq // hk, **call.options, **DKV,
         )  # fmt: skip
     return dq, dk, dv
-
-
-def check(q: Tensor, k: Tensor, documents: Documents, recipe: Recipe) -> None:
-    """Weights share scales by blocks of 128 positions, so a block of queries must lie on one of keys."""
-    if documents.cu_q.data_ptr() != documents.cu_k.data_ptr() and not documents.aligned:
-        raise UnsupportedError(
-            f"recipe {str(recipe)!r}: its kernels compute it where queries and keys are the same tokens, not with offsets of "
-            f"their own for the keys (cu_seqlens_k, or another length: q has {len(q)} tokens, k {len(k)}). Leave those out, take "
-            f"'mxfp8_scores/strict', or ask for backend='reference'"
-        )
