@@ -1,5 +1,5 @@
 """The kernels of the route `mxfp8` compiled ahead of time for sm_90a: tensor cores in use, registers mostly enough, shared
-memory that the card has, and no trace of the assembler's fault that encode.py goes around."""
+memory that the card has, and no trace of the assembler's fault that rounding.py goes around."""
 
 from __future__ import annotations
 
